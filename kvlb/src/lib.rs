@@ -1,0 +1,4 @@
+//! kvlb: a load balancer for LLM inference that sends each request to the engine that already holds most of its
+//! prompt's KV blocks.
+
+pub mod contract;

@@ -1,0 +1,307 @@
+//! A rule, as a value.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use crate::contract::{BlockSize, HashAlgo};
+
+/// The number of a rule: `id` in REST, `service_id` of the inventory, the `service` label of metrics. Never used twice
+/// in one state directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RuleId(pub u32);
+
+impl fmt::Display for RuleId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A range of TCP ports, both ends included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PortRange {
+    /// First port, at least 1.
+    pub first: u16,
+    /// Last port, not below the first.
+    pub last: u16,
+}
+
+impl PortRange {
+    /// The range that holds just `port`.
+    pub const fn single(port: u16) -> Self {
+        Self { first: port, last: port }
+    }
+
+    /// Whether `port` lies in the range.
+    pub const fn contains(self, port: u16) -> bool {
+        self.first <= port && port <= self.last
+    }
+
+    /// All ports of the range.
+    pub fn iter(self) -> impl Iterator<Item = u16> {
+        self.first..=self.last
+    }
+}
+
+/// What tells one rule from another. Rules that differ only in host, path or model share their VIP's listeners.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RuleKey {
+    /// The VIP's address (`externalIP`).
+    pub vip: IpAddr,
+    /// The VIP's ports (`port` to `portMax`).
+    pub ports: PortRange,
+    /// Only requests with this `Host` (without port, lower case); empty: any.
+    pub host: String,
+    /// Only requests whose path begins with this; empty: any.
+    pub path_prefix: String,
+    /// Only requests for this model; `None`: any (the wildcard rule).
+    pub model: Option<String>,
+}
+
+/// What the operator wrote, checked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rule {
+    /// The rule's number.
+    pub id: RuleId,
+    /// What tells it from others.
+    pub key: RuleKey,
+    /// A free name.
+    pub name: String,
+    /// How an endpoint is chosen where affinity has no word (`sel`).
+    pub selector: Selector,
+    /// `mode`.
+    pub mode: Mode,
+    /// Endpoints, in the operator's order: the position is `ep_idx`.
+    pub endpoints: Vec<Endpoint>,
+    /// Active probing.
+    pub monitor: Monitor,
+    /// The KV tier's settings; kept also where the tier is off.
+    pub kv: KvRule,
+    /// Networks whose clients are served; empty: all.
+    pub allowed_sources: Vec<(IpAddr, u8)>,
+    /// Answers carry `x-kvlb-*` headers that explain the choice (`decisionHeaders`).
+    pub decision_headers: bool,
+    /// Bodies up to this many bytes are read before choosing (`maxInspectBytes`).
+    pub max_inspect_bytes: usize,
+    /// Add `X-Forwarded-For` and `X-Forwarded-Proto` (`forwardedHeaders`).
+    pub forwarded_headers: bool,
+    /// A client's FIN after a complete request does not count as its leaving (`clientHalfClose: allow`).
+    pub client_half_close: bool,
+    /// Time limits of the proxy.
+    pub limits: Limits,
+    /// Set by the operator: the rule takes no traffic (`adminStateUp: false`).
+    pub admin_down: bool,
+}
+
+/// Time limits of one rule's requests. `None`: no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// To connect to an endpoint. Default 500 ms, as LoxiLB's.
+    pub connect: Duration,
+    /// Between two pieces of a request's body. Default 60 s.
+    pub request_body: Duration,
+    /// From the request's end to the answer's first byte. Off by default: a prefill can take minutes.
+    pub first_byte: Option<Duration>,
+    /// Between two pieces of an answer. Default 600 s.
+    pub idle: Option<Duration>,
+    /// A whole request. Off by default.
+    pub total: Option<Duration>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_millis(500),
+            request_body: Duration::from_secs(60),
+            first_byte: None,
+            idle: Some(Duration::from_secs(600)),
+            total: None,
+        }
+    }
+}
+
+/// How a rule forwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// `mode` 4: the userspace L7 proxy, the only mode that kvlb serves.
+    FullProxy,
+}
+
+/// `sel`: how an endpoint is chosen where affinity has no word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Selector {
+    /// 0: in turn.
+    #[default]
+    RoundRobin,
+    /// 1: by a hash of the client's address.
+    Hash,
+    /// 2: in turn, by weight.
+    Priority,
+    /// 3: a client stays where it was.
+    Persist,
+    /// 4: the least requests in flight.
+    LeastConnections,
+    /// 8: by a bounded hash of the prompt's beginning.
+    Chwbl,
+    /// 9: by GPU capacity.
+    GpuAware,
+    /// 10: as 8, with weights.
+    WrrHash,
+}
+
+/// One engine behind a rule, as the operator named it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    /// Where it listens.
+    pub key: EndpointKey,
+    /// 0 drains; else relative capacity.
+    pub weight: u8,
+    /// Its part.
+    pub role: Role,
+    /// Set by the operator: takes no new request.
+    pub admin_down: bool,
+}
+
+/// What tells an endpoint of a rule from the others.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointKey {
+    /// An address or a DNS name (`endpointIP`).
+    pub host: String,
+    /// `targetPort`.
+    pub port: u16,
+}
+
+impl fmt::Display for EndpointKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(f, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+/// An endpoint's part (`ep_role` 0, 1, 2).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// 0: does all.
+    #[default]
+    Any,
+    /// 1: computes the prompt.
+    Prefill,
+    /// 2: generates.
+    Decode,
+}
+
+impl Role {
+    /// The word that the CLI uses.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Any => "normal",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// `kvExactMode`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExactMode {
+    /// 0: the KV tier is off.
+    #[default]
+    Off,
+    /// 1: endpoints are partitioned into prefill and decode; prefill ones are subscribed.
+    PrefillDecode,
+    /// 3: one pool without roles; every endpoint is subscribed.
+    SinglePool,
+}
+
+/// `kvEngineType`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineType {
+    /// vLLM.
+    #[default]
+    Vllm,
+    /// llama.cpp: served, without the KV tier.
+    LlamaCpp,
+}
+
+/// `kvScore`: how overlap is measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Score {
+    /// The leading run that the engine can use.
+    #[default]
+    Prefix,
+    /// The document's literal count.
+    Count,
+}
+
+/// The KV tier's settings of a rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvRule {
+    /// `kvExactMode`.
+    pub mode: ExactMode,
+    /// `kvEngineType`.
+    pub engine: EngineType,
+    /// `kvBlockSize`, tokens per block.
+    pub block_size: BlockSize,
+    /// `kvHashAlgo`.
+    pub algo: HashAlgo,
+    /// `kvZmqPort`.
+    pub zmq_port: u16,
+    /// `kvReplayPort`; `None`: `kvZmqPort` plus the offset (`LLB_KV_REPLAY_PORT_OFFSET`, 1000).
+    pub replay_port: Option<u16>,
+    /// `kvWarmupSec`: stored, inert as the source document says.
+    pub warmup: Duration,
+    /// `kvDpRankCount`.
+    pub dp_ranks: u8,
+    /// `kvScore`.
+    pub score: Score,
+    /// `kvLbMode`; `None`: the process's `LOXILB_KV_LB_MODE`.
+    pub lb_mode: Option<crate::policy::Blend>,
+    /// `kvLoadFloor`: no cap is below this many requests. Default 4.
+    pub load_floor: u32,
+}
+
+/// Active probing of a rule's endpoints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Monitor {
+    /// `monitor`: absent means on.
+    pub enabled: bool,
+    /// `probetype`.
+    pub kind: ProbeKind,
+    /// `probeport`; `None`: the endpoint's own.
+    pub port: Option<u16>,
+    /// `probereq`: path of an http probe.
+    pub request: String,
+    /// `proberesp`: what an http answer must contain; empty: anything with a 2xx status.
+    pub response: String,
+    /// `probeTimeout`: seconds between probes. Default 10 s, as LoxiLB's rules.
+    pub interval: Duration,
+    /// `probeRetries`: verdicts in a row that turn an endpoint. Default 2.
+    pub retries: u32,
+}
+
+impl Default for Monitor {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            kind: ProbeKind::Tcp,
+            port: None,
+            request: String::new(),
+            response: String::new(),
+            interval: Duration::from_secs(10),
+            retries: 2,
+        }
+    }
+}
+
+/// `probetype`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ProbeKind {
+    /// A TCP connect.
+    #[default]
+    Tcp,
+    /// A GET that must answer 2xx.
+    Http,
+}

@@ -1,0 +1,28 @@
+//! Given candidates with overlap and load, which endpoint.
+//!
+//! Owns the blend of affinity and load ([`choose`]) and the selectors that serve where affinity has no word
+//! ([`select`]). Both are side-effect free over a snapshot. Invariant: a candidate that is not eligible is never
+//! chosen.
+
+mod blend;
+mod selector;
+
+pub use blend::{Blend, BlendError, Choice, Refusal, Settings, choose};
+pub use selector::{Turn, select};
+
+/// What is known of one endpoint at the moment of the choice.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Candidate {
+    /// Its position in the rule (`ep_idx`).
+    pub endpoint: usize,
+    /// Whether it may be asked: condition, role and the tries of this request taken together.
+    pub eligible: bool,
+    /// Blocks of the prompt that it would not have to compute, by the rule's measure.
+    pub overlap: u32,
+    /// Requests in flight there.
+    pub load: u32,
+    /// Its share of the fleet's capacity: KV blocks where known, else 1, times its weight. Never 0 for an eligible one.
+    pub capacity: u64,
+    /// When it was last chosen, as a running number of the rule's choices; 0: never.
+    pub last_chosen: u64,
+}

@@ -4,3 +4,4 @@
 pub mod contract;
 pub mod fleet;
 pub mod policy;
+pub mod telemetry;

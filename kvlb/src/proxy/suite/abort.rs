@@ -139,8 +139,9 @@ fn leaving_during_a_decision_or_a_connect_ends_them(io: Io) {
     full.listen(0).unwrap();
     let full = TcpListener::from(full);
     let address = full.local_addr().unwrap();
-    let _queue: Vec<_> =
-        (0..4).filter_map(|_| std::net::TcpStream::connect_timeout(&address, Duration::from_millis(100)).ok()).collect();
+    let _queue: Vec<_> = (0..4)
+        .filter_map(|_| std::net::TcpStream::connect_timeout(&address, Duration::from_millis(100)).ok())
+        .collect();
     let rig = Rig::start(io, &[address]);
     rig.fake.limits.lock().connect = PATIENCE;
     let mut client = rig.client();

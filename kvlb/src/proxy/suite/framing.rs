@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::on_both_back_ends;
-use super::rig::{Endpoint, Ended, Rig, get, ok};
+use super::rig::{Ended, Endpoint, Rig, get, ok};
 use crate::proxy::Io;
 
 on_both_back_ends![
@@ -138,7 +138,9 @@ fn a_chunked_request_goes_on_chunked_with_the_same_payload(io: Io) {
     for inspect in [Some(1 << 20), Some(50), None] {
         *rig.fake.inspect.lock() = inspect;
         let mut client = rig.client();
-        for (size, sizes) in [(0, &[1][..]), (10, &[1]), (300, &[7, 1, 90]), (9000, &[4000, 3]), (200_000, &[65_536, 1, 5000])] {
+        for (size, sizes) in
+            [(0, &[1][..]), (10, &[1]), (300, &[7, 1, 90]), (9000, &[4000, 3]), (200_000, &[65_536, 1, 5000])]
+        {
             let payload: Vec<u8> = (0..size).map(|at: usize| (at % 251) as u8).collect();
             let raw = chunks(&payload, sizes);
             client.send(CHUNKED);
@@ -298,7 +300,12 @@ fn answers_that_make_no_sense_are_told_so(io: Io) {
         let rig = Rig::start(io, &[endpoint.address]);
         let mut client = rig.client();
         let answer = client.ask(&get("/"));
-        assert_eq!((answer.status(), answer.own_code().as_str()), (502, "backend_bad_answer"), "{}", bytes.escape_ascii());
+        assert_eq!(
+            (answer.status(), answer.own_code().as_str()),
+            (502, "backend_bad_answer"),
+            "{}",
+            bytes.escape_ascii()
+        );
         assert_eq!(client.ask(&get("/nobody")).status(), 404, "the client's connection is as good as before");
     }
     let endpoint = Endpoint::start(|wire, _| {

@@ -271,12 +271,25 @@ impl Rig {
         Wire::connect(self.address)
     }
 
+    pub(super) fn proxy(&self) -> &Proxy {
+        self.proxy.as_ref().unwrap()
+    }
+
     /// Begins to drain, on a thread of its own.
     pub(super) fn drain(&mut self, within: Duration) -> JoinHandle<Duration> {
+        self.end(within, false)
+    }
+
+    /// As [`Rig::drain`], leaving the listening sockets to others.
+    pub(super) fn drain_released(&mut self, within: Duration) -> JoinHandle<Duration> {
+        self.end(within, true)
+    }
+
+    fn end(&mut self, within: Duration, release: bool) -> JoinHandle<Duration> {
         let proxy = self.proxy.take().unwrap();
         std::thread::spawn(move || {
             let start = clock::now();
-            proxy.drain(start + within, false);
+            proxy.drain(start + within, release);
             start.elapsed()
         })
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::on_both_back_ends;
-use super::rig::{Endpoint, Ended, PATIENCE, Rig, Wire, eventually, get, post};
+use super::rig::{Ended, Endpoint, PATIENCE, Rig, Wire, eventually, get, post};
 use crate::clock;
 use crate::proxy::{Io, bind};
 
@@ -135,7 +135,10 @@ fn a_stream_that_dies_midway_is_never_ended_cleanly(io: Io) {
             drop(client.bytes(body));
             let ended = client.ends_within(Duration::from_secs(2));
             // Chunks and lengths show by themselves that something is missing; only a reset shows it for the last.
-            assert!(ended == Some(Ended::ByReset) || (number != 3 && ended == Some(Ended::Cleanly)), "{number} {ended:?}");
+            assert!(
+                ended == Some(Ended::ByReset) || (number != 3 && ended == Some(Ended::Cleanly)),
+                "{number} {ended:?}"
+            );
             rig.settled();
             let events = rig.fake.events.lock().clone();
             assert!(events.iter().any(|event| matches!(event, crate::proxy::Event::BrokeOff { .. })), "{events:?}");

@@ -79,10 +79,13 @@ impl<'a> Upload<'a> {
 
     fn end(&mut self, ended: Uploaded) {
         let now = clock::now();
+        let gone_out = matches!(ended, Uploaded::Sent(_) | Uploaded::Stuck(_));
         self.task = None;
         self.ended = Some(ended);
         self.ended_at = Some(now);
-        if let Some(then) = self.then.take() {
+        if let Some(then) = self.then.take()
+            && gone_out
+        {
             let first_byte = then.first_byte.map(|limit| (now + limit, Limit::FirstByte));
             then.alarm.set(sooner(first_byte, then.total));
             then.phase.set(Phase::Wait);

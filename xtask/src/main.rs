@@ -1,1 +1,33 @@
-fn main() {}
+//! Every chore of kvlb, as `cargo xtask NAME`: one file per chore.
+
+#![expect(clippy::print_stdout, reason = "a chore speaks to the person who runs it")]
+
+mod ebpf;
+mod run;
+mod setup;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// The chores of kvlb's workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Args {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Rebuild the kernel programs, or check that the committed object is theirs
+    BuildEbpf(ebpf::Args),
+    /// Install what building the kernel programs or running the network tests needs and this machine lacks
+    Setup(setup::Args),
+}
+
+fn main() -> Result<()> {
+    match Args::parse().chore {
+        Chore::BuildEbpf(args) => ebpf::run(&args),
+        Chore::Setup(args) => setup::run(&args),
+    }
+}

@@ -38,6 +38,11 @@ pub(crate) struct Args {
     check_sources: bool,
 }
 
+impl Args {
+    /// As `cargo xtask build-ebpf --check`.
+    pub(crate) const CHECK: Self = Self { check: true, check_sources: false };
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
     let root = root();
     if args.check_sources {

@@ -2,9 +2,11 @@
 
 #![expect(clippy::print_stdout, reason = "a chore speaks to the person who runs it")]
 
+mod demo;
 mod ebpf;
 mod run;
 mod setup;
+mod test;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -21,13 +23,19 @@ struct Args {
 enum Chore {
     /// Rebuild the kernel programs, or check that the committed object is theirs
     BuildEbpf(ebpf::Args),
+    /// Show the main job: kvlb in a network namespace of its own with three simulated engines
+    Demo(demo::Args),
     /// Install what building the kernel programs or running the network tests needs and this machine lacks
     Setup(setup::Args),
+    /// Set up and run every check and test
+    Test(test::Args),
 }
 
 fn main() -> Result<()> {
     match Args::parse().chore {
         Chore::BuildEbpf(args) => ebpf::run(&args),
+        Chore::Demo(args) => demo::run(&args),
         Chore::Setup(args) => setup::run(&args),
+        Chore::Test(args) => test::run(&args),
     }
 }

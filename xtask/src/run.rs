@@ -47,3 +47,9 @@ pub(crate) fn output(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
+
+/// The time, for deadlines.
+#[expect(clippy::disallowed_methods, reason = "a chore is no part of the daemon, whose clock is one module's")]
+pub(crate) fn now() -> std::time::Instant {
+    std::time::Instant::now()
+}

@@ -52,6 +52,12 @@ impl Metrics {
         self.0.iter().filter(|(series, _)| of_family(series)).map(|(_, value)| value).sum()
     }
 
+    /// How many series of a family have this value.
+    pub(super) fn count(&self, family: &str, wanted: f64) -> usize {
+        let of_family = |series: &str| series.split('{').next() == Some(family);
+        self.0.iter().filter(|(series, value)| of_family(series) && (**value - wanted).abs() < f64::EPSILON).count()
+    }
+
     /// What moved since `before`, of the families whose name begins with `prefix`.
     pub(super) fn moved(&self, before: &Self, prefix: &str) -> Vec<(String, f64)> {
         let delta = |(series, value): (&String, &f64)| (series.clone(), value - before.value(series));
@@ -78,11 +84,13 @@ pub(super) fn ask(url: &str, body: &Value) -> Result<Answer> {
         .header("Content-Type", "application/json")
         .send(body.to_string())
         .with_context(|| format!("POST {url}"))?;
-    let header = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or("-").to_owned();
+    let header =
+        |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or("-").to_owned();
     let (engine, tier) = (header("x-sim-engine"), header("x-kvlb-tier"));
     let (depth, blocks) = (header("x-kvlb-depth"), header("x-kvlb-blocks"));
     let text = answer.body_mut().read_to_string()?;
-    let usage = if body["stream"] == Value::Bool(true) { usage_of_stream(&text)? } else { serde_json::from_str(&text)? };
+    let usage =
+        if body["stream"] == Value::Bool(true) { usage_of_stream(&text)? } else { serde_json::from_str(&text)? };
     let cached_tokens = usage["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or_default();
     Ok(Answer { engine, cached_tokens, tier, depth, blocks })
 }
@@ -97,5 +105,9 @@ fn usage_of_stream(text: &str) -> Result<Value> {
 }
 
 fn agent() -> ureq::Agent {
-    ureq::Agent::config_builder().timeout_global(Some(Duration::from_secs(20))).http_status_as_error(true).build().into()
+    ureq::Agent::config_builder()
+        .timeout_global(Some(Duration::from_secs(20)))
+        .http_status_as_error(true)
+        .build()
+        .into()
 }

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::prctl::set_pdeathsig;
@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 
 use super::Leg;
 use super::api::Api;
-use crate::run::root;
+use crate::run::{now, root};
 
 /// Each engine has an address of its own, as on a real network, and the ports of the source document.
 pub(super) const ENGINES: [&str; 3] = ["127.0.0.11", "127.0.0.12", "127.0.0.13"];
@@ -32,6 +32,7 @@ pub(super) struct Stage {
     engines: Vec<Running>,
     kvlb: Running,
     binary: PathBuf,
+    #[expect(dead_code, reason = "the directory is removed when the stage is dropped")]
     dir: tempfile::TempDir,
     pub(super) api: Api,
 }
@@ -65,12 +66,12 @@ impl Stage {
     }
 
     fn wait_for_api(&mut self) -> Result<()> {
-        let deadline = Instant::now() + START_LIMIT;
+        let deadline = now() + START_LIMIT;
         while self.api.get("/netlox/v1/config/loadbalancer/all").is_err() {
             if let Some(status) = self.kvlb.child.try_wait()? {
                 bail!("kvlb ended while starting: {status}");
             }
-            ensure!(Instant::now() < deadline, "kvlb's API did not answer within {} s", START_LIMIT.as_secs());
+            ensure!(now() < deadline, "kvlb's API did not answer within {} s", START_LIMIT.as_secs());
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(())
@@ -100,7 +101,6 @@ impl Stage {
                 println!("   {line}");
             }
         }
-        let _kept_until_here = &self.dir;
     }
 }
 
@@ -166,8 +166,8 @@ impl Drop for Running {
     fn drop(&mut self) {
         let Ok(pid) = i32::try_from(self.child.id()) else { return };
         let asked = kill(Pid::from_raw(pid), Signal::SIGTERM).is_ok();
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while asked && Instant::now() < deadline {
+        let deadline = now() + Duration::from_secs(5);
+        while asked && now() < deadline {
             if matches!(self.child.try_wait(), Ok(Some(_))) {
                 return;
             }

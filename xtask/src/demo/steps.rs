@@ -1,6 +1,6 @@
 //! What happens on the stage.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use serde_json::{Value, json};
@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use super::Leg;
 use super::api::{Answer, ask};
 use super::children::{ENGINES, MODEL, Stage, VIP};
+use crate::run::now;
 
 const HITS: &str = "loxilb_pd_kv_tier15_hits_total";
 /// Events leave an engine after the prefill and take well under a millisecond; the rest is patience.
@@ -31,9 +32,12 @@ const SCENES: [Scene; 4] = [
 
 pub(super) fn play(stage: &Stage, broken: Option<Leg>) -> Result<()> {
     create_rule(stage)?;
-    wait_for(EVENT_LIMIT, || Ok(subscribed(stage, broken)?))?;
+    wait_for(EVENT_LIMIT, || subscribed(stage, broken))?;
     println!();
-    println!("{:<24} {:<5} {:<10} {:>6} {:>6} {:>14}  counters that moved", "request", "", "answered", "depth", "blocks", "cached tokens");
+    println!(
+        "{:<24} {:<5} {:<10} {:>6} {:>6} {:>14}  counters that moved",
+        "request", "", "answered", "depth", "blocks", "cached tokens"
+    );
     let mut unproved = Vec::new();
     for (number, scene) in SCENES.iter().enumerate() {
         if let Err(missing) = act(stage, number, scene) {
@@ -44,7 +48,9 @@ pub(super) fn play(stage: &Stage, broken: Option<Leg>) -> Result<()> {
     stage.cli(&["get", "lb", "-o", "wide"])?;
     stage.cli(&["get", "kvstatus"])?;
     if unproved.is_empty() {
-        println!("\nBoth proofs hold for every warm request: the endpoint that holds the blocks answered, and its counter moved.");
+        println!(
+            "\nBoth proofs hold for every warm request: the endpoint that holds the blocks answered, and its counter moved."
+        );
         return Ok(());
     }
     println!();
@@ -74,8 +80,10 @@ fn create_rule(stage: &Stage) -> Result<()> {
 
 /// Whether every endpoint's events are listened to; where they are broken on purpose, whether the attempt was made.
 fn subscribed(stage: &Stage, broken: Option<Leg>) -> Result<bool> {
-    let up = stage.api.metrics()?.sum("loxilb_kv_subscriber_connected");
-    Ok(broken == Some(Leg::Events) || up as usize == ENGINES.len())
+    if broken == Some(Leg::Events) {
+        return Ok(true);
+    }
+    Ok(stage.api.metrics()?.count("loxilb_kv_subscriber_connected", 1.0) == ENGINES.len())
 }
 
 /// One cold and one warm request with the same beginning, and the proofs for the warm one.
@@ -129,7 +137,8 @@ fn show(name: &str, warmth: &str, answer: &Answer, moved: &[(String, f64)]) {
 /// The leg that does not hold, in kvlb's own words.
 fn broken_leg(stage: &Stage) -> Result<String> {
     let all = stage.api.json("/netlox/v1/config/loadbalancer/all")?;
-    let statuses = all["lbAttr"].as_array().into_iter().flatten().flat_map(|rule| rule["endpoints"].as_array()).flatten();
+    let statuses =
+        all["lbAttr"].as_array().into_iter().flatten().flat_map(|rule| rule["endpoints"].as_array()).flatten();
     for endpoint in statuses {
         let status = &endpoint["kvStatus"];
         if status["connected"] == json!(false) {
@@ -144,9 +153,9 @@ fn broken_leg(stage: &Stage) -> Result<String> {
 }
 
 fn wait_for(limit: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
-    let deadline = Instant::now() + limit;
+    let deadline = now() + limit;
     while !condition()? {
-        ensure!(Instant::now() < deadline, "no event came within {} s", limit.as_secs());
+        ensure!(now() < deadline, "no event came within {} s", limit.as_secs());
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

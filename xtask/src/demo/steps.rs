@@ -138,7 +138,7 @@ fn show(name: &str, warmth: &str, answer: &Answer, moved: &[(String, f64)]) {
 fn broken_leg(stage: &Stage) -> Result<String> {
     let all = stage.api.json("/netlox/v1/config/loadbalancer/all")?;
     let statuses =
-        all["lbAttr"].as_array().into_iter().flatten().flat_map(|rule| rule["endpoints"].as_array()).flatten();
+        all["lbAttr"].as_array().into_iter().flatten().filter_map(|rule| rule["endpoints"].as_array()).flatten();
     for endpoint in statuses {
         let status = &endpoint["kvStatus"];
         if status["connected"] == json!(false) {

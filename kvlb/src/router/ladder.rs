@@ -124,19 +124,19 @@ pub fn name(
         });
     }
     lap(Step::Tokenize);
+    if !service.hasher.provable() {
+        return Err(Miss::because(Reason::Hashes, "unprovable"));
+    }
     let extra = Extra { cache_salt: prompt.cache_salt.clone().filter(|salt| !salt.is_empty()), ..Extra::default() };
     let mut named = Named::default();
     for tokens in tokens {
         let names = service
             .hasher
             .block_hashes(&tokens[..tokens.len().min(service.max_tokens)], &extra, era)
-            .map_err(|_encoding| Miss::because(Reason::Hashes, "extra_key"))?;
+            .map_err(|_error| Miss::because(Reason::Hashes, "extra_key"))?;
         named.prompts.push(NamedPrompt { tokens: tokens.len(), names });
     }
     lap(Step::Hash);
-    if !service.hasher.provable() {
-        return Err(Miss::because(Reason::Hashes, "unprovable"));
-    }
     Ok(named)
 }
 

@@ -2,3 +2,5 @@
 //! prompt's KV blocks.
 
 pub mod contract;
+pub mod inventory;
+pub mod state;

@@ -1,0 +1,3 @@
+//! The table of services, fleets and inventories that edges write and read; every lock and atomic lives here.
+
+pub mod index;

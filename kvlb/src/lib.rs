@@ -2,3 +2,4 @@
 //! prompt's KV blocks.
 
 pub mod contract;
+pub mod kernel;

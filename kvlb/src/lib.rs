@@ -2,5 +2,6 @@
 //! prompt's KV blocks.
 
 pub mod contract;
+pub mod control;
 pub mod fleet;
 pub mod policy;

@@ -4,6 +4,7 @@
 //! means is decided in the core rooms.
 
 mod problem;
+pub mod store;
 pub mod wire;
 
 pub use problem::Problem;

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 pub(crate) use endpoint::{HostProbe, HostState, host_key};
-pub(crate) use rule::{model, notes, vip};
+pub(crate) use rule::{FULLPROXY, host, model, notes, vip};
 
 use super::Problem;
 use crate::fleet::{RuleId, RuleKey};

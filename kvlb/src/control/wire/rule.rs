@@ -68,7 +68,7 @@ pub(super) fn key(args: &ServiceArguments) -> Result<RuleKey, Problem> {
     })
 }
 
-/// A VIP: an address of its own, plain or in brackets.
+/// A VIP, plain or in brackets. The unspecified address is every address of the host.
 pub(crate) fn vip(text: &str) -> Result<IpAddr, Problem> {
     let bad = |expected: &str| Problem::BadValue {
         field: "externalIP".to_owned(),
@@ -78,8 +78,8 @@ pub(crate) fn vip(text: &str) -> Result<IpAddr, Problem> {
     let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
     let address: IpAddr = bare.parse().map_err(|_| bad("use an IPv4 or IPv6 address"))?;
     let address = address.to_canonical();
-    if address.is_unspecified() || address.is_multicast() {
-        return Err(bad("a VIP is one address that clients connect to"));
+    if address.is_multicast() {
+        return Err(bad("clients cannot connect to a group"));
     }
     Ok(address)
 }

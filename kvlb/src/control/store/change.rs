@@ -14,7 +14,7 @@ use crate::fleet::{EndpointKey, EngineType, PortRange, RuleId, RuleKey};
 #[derive(Clone, Debug)]
 pub enum Change {
     /// `POST`: a rule, or endpoints that join or leave one.
-    Post(Body),
+    Post(Box<Body>),
     /// `DELETE`.
     Delete(Select),
     /// A member of endpoints in all rules that list them: set, or removed where the value is `None`.
@@ -136,19 +136,14 @@ fn place(host: &str, port: Option<u16>) -> String {
 
 /// How an operator tells a rule from the others on its address.
 pub(crate) fn described(entry: &Entry) -> String {
-    let mut text = entry.id.to_string();
-    let Some(key) = entry.key() else { return text };
+    let Some(key) = entry.key() else { return entry.id.to_string() };
     let parts = [("host", Some(&key.host)), ("path", Some(&key.path_prefix)), ("model", key.model.as_ref())];
     let parts: Vec<_> = parts
         .into_iter()
         .filter_map(|(word, value)| value.filter(|v| !v.is_empty()).map(|value| format!("{word} {value}")))
         .collect();
-    if parts.is_empty() {
-        text.push_str(" (any model)");
-    } else {
-        text.push_str(&format!(" ({})", parts.join(", ")));
-    }
-    text
+    let parts = if parts.is_empty() { "any model".to_owned() } else { parts.join(", ") };
+    format!("{} ({parts})", entry.id)
 }
 
 fn put(before: &[Arc<Entry>], body: &Body, next_id: u32) -> Result<(After, Applied), Problem> {
@@ -298,16 +293,16 @@ mod tests {
         }
 
         fn post(&mut self, service: Value) -> Result<(&'static str, u32), &'static str> {
-            self.post_with(service, json!([{"endpointIP": "127.0.0.1", "targetPort": 8000}]))
+            self.post_with(service, &json!([{"endpointIP": "127.0.0.1", "targetPort": 8000}]))
         }
 
-        fn post_with(&mut self, changes: Value, endpoints: Value) -> Result<(&'static str, u32), &'static str> {
+        fn post_with(&mut self, changes: Value, endpoints: &Value) -> Result<(&'static str, u32), &'static str> {
             let mut service = json!({"externalIP": "127.0.0.9", "port": 80, "mode": 4});
             if let (Value::Object(service), Value::Object(changes)) = (&mut service, changes) {
                 service.extend(changes);
             }
             let body = Body::from_json(&json!({"serviceArguments": service, "endpoints": endpoints}));
-            let done = body.and_then(|body| self.change(&Change::Post(body)));
+            let done = body.and_then(|body| self.change(&Change::Post(Box::new(body))));
             done.map(|done| (done.what, done.ids[0].0)).map_err(|problem| problem.code())
         }
 
@@ -389,13 +384,13 @@ mod tests {
     fn endpoints_join_and_leave_without_a_new_rule() {
         let mut rules = Rules::default();
         let row = |port: u16| json!([{"endpointIP": "127.0.0.1", "targetPort": port}]);
-        assert_eq!(rules.post_with(json!({"oper": 1}), row(8001)), Err("rule_not_found"));
+        assert_eq!(rules.post_with(json!({"oper": 1}), &row(8001)), Err("rule_not_found"));
         rules.post(json!({})).unwrap();
-        assert_eq!(rules.post_with(json!({"oper": 1}), row(8001)), Ok(("attached", 1)));
-        assert_eq!(rules.post_with(json!({"oper": 1}), row(8001)), Ok(("unchanged", 1)));
-        assert_eq!(rules.post_with(json!({"oper": 2}), row(8000)), Ok(("detached", 1)));
-        assert_eq!(rules.post_with(json!({"oper": 2}), row(8000)), Err("endpoint_not_found"));
-        assert_eq!(rules.post_with(json!({"oper": 2}), row(8001)), Err("endpoints_missing"), "the last one stays");
+        assert_eq!(rules.post_with(json!({"oper": 1}), &row(8001)), Ok(("attached", 1)));
+        assert_eq!(rules.post_with(json!({"oper": 1}), &row(8001)), Ok(("unchanged", 1)));
+        assert_eq!(rules.post_with(json!({"oper": 2}), &row(8000)), Ok(("detached", 1)));
+        assert_eq!(rules.post_with(json!({"oper": 2}), &row(8000)), Err("endpoint_not_found"));
+        assert_eq!(rules.post_with(json!({"oper": 2}), &row(8001)), Err("endpoints_missing"), "the last one stays");
         let kept = rules.entries[0].json.get("serviceArguments").and_then(|service| service.get("oper"));
         assert_eq!(kept, None, "an order is not part of the rule");
     }

@@ -208,7 +208,7 @@ mod tests {
     }
 
     fn put(store: &Store, port: u16) -> RuleId {
-        store.change(&Change::Post(body(port, json!({})))).unwrap().ids[0]
+        store.change(&Change::Post(Box::new(body(port, json!({}))))).unwrap().ids[0]
     }
 
     type Published = Arc<Mutex<Vec<Vec<u32>>>>;
@@ -247,7 +247,7 @@ mod tests {
         let (store, published) = open(Some(&dir.path().join("state")));
         put(&store, 80);
         std::fs::remove_dir_all(dir.path()).unwrap();
-        let refused = store.change(&Change::Post(body(81, json!({}))));
+        let refused = store.change(&Change::Post(Box::new(body(81, json!({})))));
         assert_eq!(refused.map_err(|problem| (problem.code(), problem.status().as_u16())), Err(("not_durable", 503)));
         assert_eq!(store.entries().len(), 1);
         assert_eq!(*published.lock(), [vec![], vec![1]]);

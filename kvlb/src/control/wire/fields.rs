@@ -298,7 +298,7 @@ impl Field {
         if !fits {
             return Err(Problem::WrongType { field: self.path(place), expected, found: type_of(value) });
         }
-        let asks = || self.neutral != value.to_string() && !is_empty(value);
+        let asks = || !is_empty(value) && serde_json::from_str::<Value>(self.neutral).ok().as_ref() != Some(value);
         match self.part {
             Part::Refused if asks() => {
                 Err(self.refusal(value, place, |field, value, reason| Problem::NotSupported { field, value, reason }))

@@ -11,15 +11,18 @@ mod kv;
 mod rule;
 
 #[cfg(test)]
-mod cases;
+pub(crate) mod cases;
 
 use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+#[cfg(test)]
+pub(crate) use cases::DOCUMENT_BODY;
 pub(crate) use endpoint::{HostProbe, HostState, host_key};
-pub(crate) use rule::{FULLPROXY, host, model, notes, vip};
+pub(crate) use fields::shown;
+pub(crate) use rule::{FULLPROXY, host, model, notes, protocol_refused, vip};
 
 use super::Problem;
 use crate::fleet::{RuleId, RuleKey};

@@ -76,7 +76,7 @@ pub(crate) fn vip(text: &str) -> Result<IpAddr, Problem> {
         expected: expected.to_owned(),
     };
     let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
-    let address: IpAddr = bare.parse().map_err(|_| bad("use an IPv4 or IPv6 address"))?;
+    let address: IpAddr = bare.parse().map_err(|_error| bad("use an IPv4 or IPv6 address"))?;
     let address = address.to_canonical();
     if address.is_multicast() {
         return Err(bad("clients cannot connect to a group"));
@@ -85,7 +85,7 @@ pub(crate) fn vip(text: &str) -> Result<IpAddr, Problem> {
 }
 
 /// Anything but TCP.
-pub(super) fn protocol_refused(field: &str, protocol: &str) -> Problem {
+pub(crate) fn protocol_refused(field: &str, protocol: &str) -> Problem {
     let (field, value) = (field.to_owned(), format!("{:?}", shown(protocol)));
     match protocol.to_ascii_lowercase().as_str() {
         "udp" | "sctp" | "icmp" => {

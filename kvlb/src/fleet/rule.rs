@@ -93,6 +93,13 @@ pub struct Rule {
     pub admin_down: bool,
 }
 
+impl Rule {
+    /// The probe that `endpoint` is under: its own, else the rule's.
+    pub fn monitor_of<'a>(&'a self, endpoint: &'a Endpoint) -> &'a Monitor {
+        endpoint.monitor.as_ref().unwrap_or(&self.monitor)
+    }
+}
+
 /// Time limits of one rule's requests. `None`: no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -160,6 +167,8 @@ pub struct Endpoint {
     pub role: Role,
     /// Set by the operator: takes no new request.
     pub admin_down: bool,
+    /// Its own probe (`POST …/config/endpoint`); `None`: the rule's.
+    pub monitor: Option<Monitor>,
 }
 
 /// What tells an endpoint of a rule from the others.

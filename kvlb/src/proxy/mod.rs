@@ -1,0 +1,7 @@
+//! The L7 data path.
+
+mod buffer;
+mod epoll;
+mod http;
+mod io;
+mod ring;

@@ -142,7 +142,7 @@ pub struct EngineConfig {
     #[arg(long)]
     pub no_replay: bool,
     /// The vLLM release to behave like.
-    #[arg(long, default_value = "0.32.0")]
+    #[arg(long = "vllm-version", default_value = "0.32.0")]
     pub version: Version,
     /// The model name served.
     #[arg(long, default_value = "tiny")]

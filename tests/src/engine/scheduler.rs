@@ -40,6 +40,8 @@ impl Finish {
 /// One generated token, sent to whoever waits for the request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Output {
+    /// Which of the call's answers it belongs to.
+    pub(super) choice: usize,
     /// The token.
     pub(super) token: u32,
     /// Prompt tokens that came from the cache when the request first ran.
@@ -65,7 +67,9 @@ pub(super) struct Request {
     pub(super) session: Option<String>,
     /// Announce hits again (`kv_cache_report_mode: full`).
     pub(super) report_hits: bool,
-    /// `n` of the HTTP request, for the metrics.
+    /// Which of the call's answers this is.
+    pub(super) choice: usize,
+    /// `n` of the call, for the metrics.
     pub(super) n: usize,
     /// Where tokens go.
     pub(super) sink: mpsc::UnboundedSender<Output>,
@@ -329,7 +333,7 @@ impl Scheduler {
             }
             Some(before) => self.stats.next_token(now - before),
         }
-        Output { token, cached_tokens, finish: last.then_some(seq.request.finish) }
+        Output { choice: seq.request.choice, token, cached_tokens, finish: last.then_some(seq.request.finish) }
     }
 
     fn finished(&mut self, seq: &Sequence, finish: Finish, now: Instant) {

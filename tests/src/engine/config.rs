@@ -126,11 +126,11 @@ pub struct EngineConfig {
     /// Address to listen on, for HTTP and events.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: IpAddr,
-    /// HTTP port; 0 takes a free one.
-    #[arg(long, default_value_t = 0)]
+    /// HTTP port; 0 takes a free one (the library's default).
+    #[arg(long = "port", default_value_t = 8000)]
     pub http_port: u16,
-    /// Port of the event publisher; 0 takes a free one.
-    #[arg(long, default_value_t = 0)]
+    /// Port of the event publisher; 0 takes a free one (the library's default).
+    #[arg(long, default_value_t = 5557)]
     pub events_port: u16,
     /// Port of the replay socket; by default the event port + 1000.
     #[arg(long)]
@@ -166,10 +166,10 @@ pub struct EngineConfig {
     #[arg(long, default_value_t = 4096)]
     pub num_gpu_blocks: usize,
     /// How blocks are named.
-    #[arg(long, value_enum, default_value = "sha256_cbor")]
+    #[arg(long = "hash-algo", value_enum, default_value = "sha256_cbor")]
     pub prefix_caching_hash_algo: Algorithm,
     /// The text of `PYTHONHASHSEED`; absent is unset, which is not the same as empty.
-    #[arg(long)]
+    #[arg(long = "seed")]
     pub python_hash_seed: Option<String>,
     /// Send whole digests (`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`).
     #[arg(long)]
@@ -321,9 +321,10 @@ mod tests {
     }
 
     #[test]
-    fn the_flags_defaults_are_the_library_s_defaults() {
+    fn the_flags_defaults_are_the_library_s_defaults_with_vllm_s_ports() {
         let flags = Flags::parse_from(["sim-engine"]).engine;
-        assert_eq!(format!("{flags:?}"), format!("{:?}", EngineConfig::default()));
+        let library = EngineConfig { http_port: 8000, events_port: 5557, ..EngineConfig::default() };
+        assert_eq!(format!("{flags:?}"), format!("{library:?}"));
     }
 
     #[test]

@@ -17,9 +17,9 @@ use super::names::{Algorithm, Digest, Extra, Naming};
 use super::scheduler::{Finish, Limits, Request, Scheduler};
 use super::wire::{Encoder, Event, Stored};
 
-/// A golden file of this engine.
+/// A golden file.
 pub(super) fn golden(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/vllm-0.32.0").join(name);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name);
     let bytes = std::fs::read(&path).unwrap_or_else(|cause| panic!("read {}: {cause}", path.display()));
     if !name.ends_with(".gz") {
         return String::from_utf8(bytes).unwrap();
@@ -79,7 +79,7 @@ fn extras_of(case: &Value, index: usize) -> Vec<Extra> {
 
 #[test]
 fn every_recorded_block_has_the_engine_s_digest() {
-    let vectors = json("core.json.gz");
+    let vectors = json("vllm-0.32.0/core.json.gz");
     // The file also probes tokens beyond 32 bits, which no model has.
     let possible = |case: &&Value| case["tokens"].as_array().unwrap().iter().all(|token| u32::try_from(token.as_u64().unwrap()).is_ok());
     let cases: Vec<&Value> = vectors["cases"].as_array().unwrap().iter().filter(possible).collect();
@@ -90,7 +90,7 @@ fn every_recorded_block_has_the_engine_s_digest() {
 
 #[test]
 fn adapters_and_salts_are_hashed_in_the_form_of_both_eras() {
-    for (file, tagged) in [("extra.json.gz", true), ("extra-0.18.0.json.gz", false)] {
+    for (file, tagged) in [("vllm-0.32.0/extra.json.gz", true), ("vllm-0.18.0/extra.json.gz", false)] {
         let vectors = json(file);
         let known = |case: &&Value| case["mm"].is_null() && case["embeds"].is_null();
         let cases: Vec<&Value> = vectors["cases"].as_array().unwrap().iter().filter(known).collect();
@@ -107,7 +107,7 @@ fn adapters_and_salts_are_hashed_in_the_form_of_both_eras() {
 
 #[test]
 fn the_first_parent_is_the_hash_of_the_seed_s_text() {
-    let vectors = json("none_hash.json.gz");
+    let vectors = json("vllm-0.32.0/none_hash.json.gz");
     let mut checked = 0;
     for case in vectors["cases"].as_array().unwrap() {
         let none_hash = naming(case, true).none_hash();
@@ -126,7 +126,7 @@ fn the_first_parent_is_the_hash_of_the_seed_s_text() {
 #[test]
 fn every_version_s_encoder_is_matched_byte_for_byte() {
     for version in ["0.10.2", "0.14.0", "0.18.0", "0.23.0", "0.24.0", "0.31.0", "0.33.0"] {
-        let vectors = json(&format!("wire-{version}.json.gz"));
+        let vectors = json(&format!("vllm-{version}/wire.json.gz"));
         let mut checked = 0;
         for case in vectors["cases"].as_array().unwrap() {
             let Some(events) = case["events"].as_array().unwrap().iter().map(event).collect::<Option<Vec<Event>>>() else {
@@ -301,17 +301,17 @@ fn play(file: &str, blocks: usize) -> usize {
 
 #[test]
 fn a_recorded_session_of_prompts_chats_and_a_reset_is_played_exactly() {
-    assert_eq!(play("events-basic_b16_sha256cbor_seed0_int.jsonl.gz", 131_072), 27);
+    assert_eq!(play("vllm-0.32.0/events/basic_b16_sha256cbor_seed0_int.jsonl.gz", 131_072), 27);
 }
 
 #[test]
 fn a_recorded_session_with_evictions_and_preemptions_is_played_exactly() {
-    assert_eq!(play("events-evict_b16_sha256cbor_seed0_int.jsonl.gz", 14), 51);
+    assert_eq!(play("vllm-0.32.0/events/evict_b16_sha256cbor_seed0_int.jsonl.gz", 14), 51);
 }
 
 #[test]
 fn recorded_sessions_with_whole_digests_pickle_and_adapters_are_played_exactly() {
-    assert!(play("events-small_b16_sha256cbor_seed0_bytes.jsonl.gz", 131_072) > 3);
-    assert!(play("events-small_b32_defaults_unset.jsonl.gz", 131_072) > 3);
-    assert!(play("events-lora_b16_sha256cbor_seed0.jsonl.gz", 131_072) > 3);
+    assert!(play("vllm-0.32.0/events/small_b16_sha256cbor_seed0_bytes.jsonl.gz", 131_072) > 3);
+    assert!(play("vllm-0.32.0/events/small_b32_defaults_unset.jsonl.gz", 131_072) > 3);
+    assert!(play("vllm-0.32.0/events/lora_b16_sha256cbor_seed0.jsonl.gz", 131_072) > 3);
 }

@@ -4,3 +4,4 @@
 //! its own, never with kvlb's, so that one cannot hide the other's mistake.
 
 pub mod engine;
+pub mod harness;

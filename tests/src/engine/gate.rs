@@ -96,7 +96,7 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 /// Makes the next close of this connection a reset.
-pub(super) fn reset_on_close(stream: &TcpStream) {
+pub(crate) fn reset_on_close(stream: &TcpStream) {
     if let Err(cause) = SockRef::from(stream).set_linger(Some(Duration::ZERO)) {
         tracing::warn!(%cause, "no reset on close");
     }

@@ -47,6 +47,8 @@ pub use names::{Algorithm, Digest, Extra, Naming};
 pub use publish::Published;
 pub use wire::{Encoder, Event, Stored};
 
+pub(crate) use gate::reset_on_close;
+
 use gate::Gate;
 use journal::Journal;
 use life::{Inherited, Life};

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::decision::{Decision, Miss, PromptShape, Reason, Tier};
-use crate::contract::{BlockHash, Extra, Hasher, KeyEra};
+use crate::contract::{BlockHash, Extra, Hasher, KeyEra, TokenId};
 use crate::fleet::{ExactMode, Role, Rule, Score, Selector};
 use crate::openai::{self, Prompt};
 use crate::policy::{self, Candidate, Refusal, Settings, Turn};
@@ -63,8 +63,8 @@ pub struct Named {
 /// The block names of one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamedPrompt {
-    /// How many tokens it has.
-    pub tokens: usize,
+    /// Its tokens, also those beyond the last full block.
+    pub token_ids: Vec<TokenId>,
     /// Its full blocks, in prompt order.
     pub names: Vec<BlockHash>,
 }
@@ -100,7 +100,7 @@ pub trait View {
 /// The guard that failed, in the document's order.
 pub fn name(
     service: &Service,
-    prompt: &Result<Prompt, openai::Miss>,
+    prompt: Result<&Prompt, Miss>,
     tokenizer: Result<&Tokenizer, &'static str>,
     era: KeyEra,
     lap: &mut dyn FnMut(Step),
@@ -108,7 +108,7 @@ pub fn name(
     if service.rule.kv.mode == ExactMode::Off {
         return Err(Miss::new(Reason::ModeOff));
     }
-    let prompt = prompt.as_ref().map_err(Miss::from)?;
+    let prompt = prompt?;
     let model_known = prompt.model.is_some() || service.rule.key.model.is_some();
     if !model_known {
         return Err(Miss::new(Reason::ModelEmpty));
@@ -127,17 +127,22 @@ pub fn name(
     if !service.hasher.provable() {
         return Err(Miss::because(Reason::Hashes, "unprovable"));
     }
-    let extra = Extra { cache_salt: prompt.cache_salt.clone().filter(|salt| !salt.is_empty()), ..Extra::default() };
+    let extra = extra(prompt);
     let mut named = Named::default();
     for tokens in tokens {
         let names = service
             .hasher
             .block_hashes(&tokens[..tokens.len().min(service.max_tokens)], &extra, era)
             .map_err(|_error| Miss::because(Reason::Hashes, "extra_key"))?;
-        named.prompts.push(NamedPrompt { tokens: tokens.len(), names });
+        named.prompts.push(NamedPrompt { token_ids: tokens, names });
     }
     lap(Step::Hash);
     Ok(named)
+}
+
+/// What else than its tokens enters the names of a prompt's blocks.
+pub fn extra(prompt: &Prompt) -> Extra {
+    Extra { cache_salt: prompt.cache_salt.clone(), ..Extra::default() }
 }
 
 /// Chooses an endpoint for one request: cache affinity first, the rule's own selector on a miss.
@@ -178,7 +183,7 @@ fn nobody(prompts: Vec<PromptShape>) -> Decision {
 }
 
 fn shapes(named: &Result<Named, Miss>) -> Vec<PromptShape> {
-    let shape = |prompt: &NamedPrompt| PromptShape { tokens: prompt.tokens, blocks: prompt.names.len() };
+    let shape = |prompt: &NamedPrompt| PromptShape { tokens: prompt.token_ids.len(), blocks: prompt.names.len() };
     named.as_ref().map(|named| named.prompts.iter().map(shape).collect()).unwrap_or_default()
 }
 
@@ -197,7 +202,7 @@ fn affinity(
     let named = named.as_ref().map_err(|miss| *miss)?;
     let held = weigh(service.rule.kv.score, named, view, candidates);
     let blocks: usize = named.prompts.iter().map(|prompt| prompt.names.len()).sum();
-    let longest = named.prompts.iter().map(|prompt| prompt.tokens).max().unwrap_or_default();
+    let longest = named.prompts.iter().map(|prompt| prompt.token_ids.len()).max().unwrap_or_default();
     let too_short = longest < service.min_match_tokens as usize;
     let min_overlap = min_overlap(service, blocks);
     let choice = policy::choose(candidates, &Settings { min_overlap, ..service.settings }).map_err(|refusal| {

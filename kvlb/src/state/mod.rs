@@ -6,6 +6,7 @@
 pub mod index;
 pub mod kv;
 mod live;
+mod retry;
 mod scrape;
 mod table;
 mod tokenizers;
@@ -19,10 +20,12 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 pub use live::{EndpointId, InFlight, Meters};
+pub use retry::RetryBudget;
 pub use scrape::scrape;
 pub use table::{Endpoint, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers};
 
+use crate::clock;
 use crate::contract::{Hasher, NoneSeed};
 use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
@@ -150,7 +153,7 @@ impl State {
         let old = before.service(rule.id);
         // Names of another contract mean nothing: a change of it starts an empty index.
         let kept = old.filter(|old| same_contract(old.rule(), rule));
-        let index = kept.map_or_else(|| Arc::new(index::Index::new(&self.index_config())), |old| Arc::clone(&old.index));
+        let index = kept.map_or_else(|| Arc::new(index::Index::new(self.index_config())), |old| Arc::clone(&old.index));
         let endpoints: Vec<_> =
             rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
         if let Some(kept) = kept {
@@ -167,6 +170,8 @@ impl State {
             endpoints,
             index,
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
+            choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
+            retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
         }
     }
 
@@ -207,8 +212,8 @@ impl State {
         }
     }
 
-    fn index_config(&self) -> index::Config {
-        index::Config { max_blocks: self.config.max_blocks, ..index::Config::default() }
+    fn index_config(&self) -> index::IndexConfig {
+        index::IndexConfig { max_blocks: self.config.max_blocks, ..index::IndexConfig::default() }
     }
 }
 

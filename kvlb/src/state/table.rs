@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::index::Index;
 use super::kv::EndpointKv;
 use super::live::Meters;
+use super::retry::RetryBudget;
 use crate::contract::KeyEra;
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
 use crate::policy::Candidate;
@@ -28,7 +29,10 @@ pub struct Service {
     pub endpoints: Vec<Endpoint>,
     /// Which blocks each endpoint holds.
     pub index: Arc<Index>,
+    /// How many of the rule's requests may be sent once more.
+    pub retries: Arc<RetryBudget>,
     pub(super) turns: Arc<AtomicU64>,
+    pub(super) choices: Arc<AtomicU64>,
 }
 
 /// One endpoint of a service.
@@ -122,6 +126,11 @@ impl Service {
     /// The next turn of the rule's choices.
     pub fn next_turn(&self) -> u64 {
         self.turns.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The next number of a choice, hit or miss.
+    pub fn next_choice(&self) -> u64 {
+        self.choices.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Whether an engine of this rule lists `model` as an adapter.

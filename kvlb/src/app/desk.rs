@@ -16,7 +16,7 @@ use crate::proxy::{
 };
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Step, Tier};
 use crate::state::{InFlight, Service, State, Unserved};
-use crate::tokenize::Tokenizer;
+use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: the reference tokenizer takes a millisecond for 4 KiB.
 const HEAVY_BODY: usize = 4 << 10;
@@ -63,7 +63,13 @@ impl Desk {
         }
         let found = own.or(asked).map_or(Err("not_staged"), |model| self.state.tokenizers.find(model));
         let tokenizer: Result<&Tokenizer, &'static str> = found.as_deref().map_err(|why| *why);
-        let named = router::name(&service.ready, prompt, tokenizer, service.era(), &mut |step| watch.lap(step));
+        let limits = tokenize::Limits {
+            max_tokens: self.state.config().max_tokens,
+            max_model_len: None,
+            // Engines run in containers, and those in UTC.
+            now: Some(tokenize::WallTime::from_seconds(clock::unix_seconds())),
+        };
+        let named = router::name(&service.ready, prompt, tokenizer, &limits, service.era(), &mut |step| watch.lap(step));
         if self.hash_debug && let (Ok(named), Ok(prompt)) = (&named, prompt) {
             self.show_hashes(service, named, prompt);
         }

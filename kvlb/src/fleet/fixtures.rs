@@ -55,5 +55,6 @@ pub(crate) fn endpoint(last_octet: u8, role: Role) -> Endpoint {
         weight: 1,
         role,
         admin_down: false,
+        monitor: None,
     }
 }

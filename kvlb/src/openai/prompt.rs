@@ -24,6 +24,13 @@ pub struct Prompt {
     pub user: Option<String>,
 }
 
+impl Prompt {
+    /// How many sequences the engine will run for it: every prompt, as often as completions are asked for.
+    pub fn weight(&self) -> u32 {
+        u32::try_from(self.prompts).unwrap_or(u32::MAX).saturating_mul(self.samples).max(1)
+    }
+}
+
 /// One prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Input {

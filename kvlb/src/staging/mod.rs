@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime};
 use tokio::time::interval;
 
 use crate::state::{Staged, State};
-use crate::tokenize::{Files, ModelSlug, Tokenizer};
+use crate::tokenize::{EngineOptions, Files, ModelSlug, Tokenizer};
 
 /// How often the directory is looked at for changed files.
 const RESCAN: Duration = Duration::from_secs(5);
@@ -63,7 +63,7 @@ async fn load(dir: &Path, slug: &ModelSlug, state: &Arc<State>, loaded: &mut Has
     let (folder, wanted) = (dir.to_owned(), slug.clone());
     let found = tokio::task::spawn_blocking(move || {
         let stamp = stamp(&folder, &wanted);
-        let tokenizer = read(&folder, &wanted).and_then(|files| Ok(Tokenizer::load(&files)?));
+        let tokenizer = read(&folder, &wanted).and_then(|files| Ok(Tokenizer::load(&files, EngineOptions::default())?));
         (stamp, tokenizer)
     });
     let staged = match found.await {
@@ -110,7 +110,7 @@ fn stamp(dir: &Path, slug: &ModelSlug) -> Stamp {
 /// The folder whose name is the slug, as the directory lists it.
 fn folder(dir: &Path, slug: &ModelSlug) -> Option<PathBuf> {
     let listing = fs::read_dir(dir).ok()?;
-    listing.flatten().find(|entry| entry.file_name().to_str() == Some(slug.as_str())).map(|entry| entry.path())
+    listing.flatten().find(|entry| entry.file_name().to_str().is_some_and(|name| slug.matches_dir(name))).map(|entry| entry.path())
 }
 
 fn read(dir: &Path, slug: &ModelSlug) -> Result<Files, Error> {

@@ -165,7 +165,6 @@ impl State {
                 hasher: Arc::new(Hasher::new(rule.kv.algo, &self.config.none_seed, rule.kv.block_size)),
                 settings: self.settings(rule),
                 min_match_tokens: self.config.min_match_tokens,
-                max_tokens: self.config.max_tokens,
             },
             endpoints,
             index,

@@ -1,13 +1,15 @@
 //! The simulated engine answers as the recorded one: the same request bytes get the same fields, in the same order.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on says so")]
+
 use std::io::Read as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvlb_tests::engine::{Adapter, Engine, EngineConfig};
-use kvlb_tests::harness::http::{Answer, Client, get, post};
+use kvlb_tests::engine::{Adapter, Digest, Engine, EngineConfig};
 use kvlb_tests::harness::eventually;
+use kvlb_tests::harness::http::{Answer, Client, get, post};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
@@ -17,7 +19,8 @@ fn golden(name: &str) -> PathBuf {
 
 /// The recorded engine's set-up, as far as it shows in answers.
 async fn recorded_engine() -> Engine {
-    let config = EngineConfig { max_model_len: 4096, model_root: "models/qwen3-tiny".into(), ..EngineConfig::named("sim-1") };
+    let config =
+        EngineConfig { max_model_len: 4096, model_root: "models/qwen3-tiny".into(), ..EngineConfig::named("sim-1") };
     Engine::start(config).await.unwrap()
 }
 
@@ -90,9 +93,22 @@ fn field_names(answer: &Answer) -> Vec<String> {
 async fn whole_answers_have_the_recorded_fields() {
     let engine = recorded_engine().await;
     let names = [
-        "completions", "completions-again-cached", "completions-list", "completions-token-ids", "completions-x-request-id",
-        "err-no-model-field", "chat", "get-models", "get-health", "get-ping", "get-load", "get-kv_event_sources", "tokenize",
-        "tokenize-chat", "detokenize", "err-bad-json",
+        "completions",
+        "completions-again-cached",
+        "completions-list",
+        "completions-token-ids",
+        "completions-x-request-id",
+        "err-no-model-field",
+        "chat",
+        "get-models",
+        "get-health",
+        "get-ping",
+        "get-load",
+        "get-kv_event_sources",
+        "tokenize",
+        "tokenize-chat",
+        "detokenize",
+        "err-bad-json",
     ];
     for name in names {
         let (expected, got) = (recorded(name).await, simulated(engine.addresses().http, name).await);
@@ -107,8 +123,15 @@ async fn whole_answers_have_the_recorded_fields() {
 #[tokio::test]
 async fn errors_and_constants_are_the_recorded_ones_word_for_word() {
     let engine = recorded_engine().await;
-    let names =
-        ["err-unknown-model", "err-text-plain", "err-empty-body", "err-dp-rank", "err-too-long", "get-notfound", "get-version"];
+    let names = [
+        "err-unknown-model",
+        "err-text-plain",
+        "err-empty-body",
+        "err-dp-rank",
+        "err-too-long",
+        "get-notfound",
+        "get-version",
+    ];
     for name in names {
         let (expected, got) = (recorded(name).await, simulated(engine.addresses().http, name).await);
         assert_eq!((got.head.status, got.body.text()), (expected.head.status, expected.body.text()), "{name}");
@@ -121,7 +144,9 @@ async fn errors_and_constants_are_the_recorded_ones_word_for_word() {
 #[tokio::test]
 async fn streams_have_the_recorded_events_one_chunk_each() {
     let engine = recorded_engine().await;
-    for name in ["completions-stream", "completions-stream-usage", "completions-n2-stream", "chat-stream", "chat-stream-usage"] {
+    for name in
+        ["completions-stream", "completions-stream-usage", "completions-n2-stream", "chat-stream", "chat-stream-usage"]
+    {
         let (expected, got) = (recorded(name).await, simulated(engine.addresses().http, name).await);
         assert_eq!(field_names(&got), field_names(&expected), "{name}");
         assert_eq!(got.head.header("content-type"), expected.head.header("content-type"), "{name}");
@@ -167,11 +192,13 @@ async fn the_metrics_have_every_recorded_family_and_live_values() {
     let packed = std::fs::File::open(golden("metrics.txt.gz")).unwrap();
     flate2::read::GzDecoder::new(packed).read_to_string(&mut text).unwrap();
     let live = get(address, "/metrics").await.unwrap().body.text();
-    let families = |text: &str| -> Vec<String> { text.lines().filter(|line| line.starts_with("# TYPE")).map(str::to_owned).collect() };
+    let families = |text: &str| -> Vec<String> {
+        text.lines().filter(|line| line.starts_with("# TYPE")).map(str::to_owned).collect()
+    };
     assert_eq!(families(&live), families(&text));
     let value = |series: &str| -> f64 {
-        let line = live.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-        line.unwrap_or_else(|| panic!("no {series}")).parse().unwrap()
+        let found = live.lines().find_map(|text| text.strip_prefix(series)?.strip_prefix(' '));
+        found.unwrap_or_else(|| panic!("no {series}")).parse().unwrap()
     };
     let labelled = |name: &str| value(&format!("{name}{{engine=\"0\",model_name=\"tiny\"}}"));
     let whole = [
@@ -192,12 +219,20 @@ async fn the_metrics_have_every_recorded_family_and_live_values() {
     let bucket = "vllm:request_prompt_tokens_bucket{engine=\"0\",le=\"50.0\",model_name=\"tiny\"}";
     assert!((value(bucket) - 2.0).abs() < 1e-9);
     let config = live.lines().find(|line| line.starts_with("vllm:cache_config_info{")).unwrap();
-    for label in ["block_size=\"16\"", "num_gpu_blocks=\"4096\"", "prefix_caching_hash_algo=\"sha256_cbor\"", "enable_prefix_caching=\"True\""] {
+    for label in [
+        "block_size=\"16\"",
+        "num_gpu_blocks=\"4096\"",
+        "prefix_caching_hash_algo=\"sha256_cbor\"",
+        "enable_prefix_caching=\"True\"",
+    ] {
         assert!(config.contains(label), "{config}");
     }
     // Every recorded series of the engine itself is there, by name and label names.
     let series = |text: &str| -> Vec<String> {
-        let names = text.lines().filter(|line| line.starts_with("vllm:")).map(|line| line.split('{').next().unwrap().to_owned());
+        let names = text
+            .lines()
+            .filter(|line| line.starts_with("vllm:"))
+            .map(|line| line.split('{').next().unwrap().to_owned());
         let mut names: Vec<String> = names.collect();
         names.dedup();
         names
@@ -219,7 +254,8 @@ async fn usage_tells_what_came_from_the_cache_unless_switched_off() {
     assert_eq!(cached, [Some(0), Some(32), Some(16), Some(32)]);
     let silent = EngineConfig { no_prompt_tokens_details: true, ..EngineConfig::named("silent") };
     let silent = Engine::start(silent).await.unwrap();
-    let answer = post(silent.addresses().http, "/v1/completions", &json!({"prompt": ids(41), "max_tokens": 1})).await.unwrap();
+    let answer =
+        post(silent.addresses().http, "/v1/completions", &json!({"prompt": ids(41), "max_tokens": 1})).await.unwrap();
     assert_eq!((answer.cached_tokens(), answer.body.json()["usage"]["prompt_tokens_details"].is_null()), (None, true));
 }
 
@@ -238,7 +274,9 @@ async fn a_client_that_leaves_ends_its_request_at_once_in_every_phase() {
     // Not streaming, and waiting for its turn behind the first.
     let mut waiting = Client::connect(address).await.unwrap();
     waiting.request("POST", "/v1/completions", &json_type, body(false).as_bytes()).await.unwrap();
-    eventually(Duration::from_secs(5), "both there", async || (engine.running(), engine.waiting()) == (1, 1)).await.unwrap();
+    eventually(Duration::from_secs(5), "both there", async || (engine.running(), engine.waiting()) == (1, 1))
+        .await
+        .unwrap();
     drop(waiting);
     eventually(Duration::from_millis(100), "the waiting one gone", async || engine.waiting() == 0).await.unwrap();
     drop(streaming);
@@ -256,11 +294,12 @@ async fn requests_are_kept_with_their_exact_body_and_headers() {
     let engine = recorded_engine().await;
     let body = br#"{"prompt" :  "hi", "x":1e2,"x":3, "max_tokens":1}"#;
     let headers = [("Content-Type", "application/json"), ("X-Conversation-Id", "c 1")];
-    let answer = kvlb_tests::harness::http::exchange(engine.addresses().http, "POST", "/v1/completions?a=b", &headers, body);
+    let answer =
+        kvlb_tests::harness::http::exchange(engine.addresses().http, "POST", "/v1/completions?a=b", &headers, body);
     assert_eq!(answer.await.unwrap().head.status, 200);
     let seen = engine.requests().pop().unwrap();
     let digest = <sha2::Sha256 as sha2::Digest>::digest(body);
-    let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = format!("{:?}", Digest::from_slice(&digest));
     assert_eq!((seen.path.as_str(), seen.body_bytes, &seen.body_sha256), ("/v1/completions?a=b", body.len(), &hex));
     assert_eq!((seen.method.as_str(), seen.header("x-conversation-id"), seen.status), ("POST", Some("c 1"), Some(200)));
     let over_http = get(engine.addresses().http, "/debug/requests").await.unwrap().body.json();
@@ -269,7 +308,8 @@ async fn requests_are_kept_with_their_exact_body_and_headers() {
 
 #[tokio::test]
 async fn prefill_and_decode_take_the_time_they_are_told() {
-    let config = EngineConfig { prefill_us_per_token: 1000.0, decode_ms_per_token: 5.0, ..EngineConfig::named("timed") };
+    let config =
+        EngineConfig { prefill_us_per_token: 1000.0, decode_ms_per_token: 5.0, ..EngineConfig::named("timed") };
     let engine = Engine::start(config).await.unwrap();
     let prompt: Vec<u32> = (0..100).collect();
     let timed = async |body: Value| {

@@ -1,13 +1,15 @@
 //! The simulated engine fails as it is told, and only as it is told.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on says so")]
+
 use std::net::SocketAddr;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use kvlb_tests::engine::{Engine, EngineConfig};
+use kvlb_tests::harness::eventually;
 use kvlb_tests::harness::http::{Client, End, exchange, get, post};
 use kvlb_tests::harness::kvlb::binary;
-use kvlb_tests::harness::eventually;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
@@ -83,7 +85,10 @@ async fn statuses_are_injected_at_the_rate_asked_for() {
     for status in [429, 500, 503] {
         engine.faults().set(|plan| plan.status = Some(status));
         let answer = post(address, "/v1/completions", &body(false)).await.unwrap();
-        assert_eq!((answer.head.status, answer.body.json()["error"]["code"].as_u64()), (status, Some(u64::from(status))));
+        assert_eq!(
+            (answer.head.status, answer.body.json()["error"]["code"].as_u64()),
+            (status, Some(u64::from(status)))
+        );
         assert_eq!(answer.engine(), "quick");
     }
     engine.faults().set(|plan| plan.status_fraction = 0.3);
@@ -220,7 +225,13 @@ async fn odd_requests_are_answered_and_never_end_the_engine() {
         let answer = exchange(address, "POST", "/v1/completions", &JSON, body).await.unwrap();
         assert_eq!(answer.head.status, status, "{}: {}", String::from_utf8_lossy(body), answer.body.text());
     }
-    let chat = exchange(address, "POST", "/v1/chat/completions", &JSON, b"{\"messages\": [{\"content\": [{\"type\": \"image_url\"}]}]}");
+    let chat = exchange(
+        address,
+        "POST",
+        "/v1/chat/completions",
+        &JSON,
+        b"{\"messages\": [{\"content\": [{\"type\": \"image_url\"}]}]}",
+    );
     assert_eq!(chat.await.unwrap().head.status, 400);
     for (method, path, status) in [("GET", "/v1/completions", 405), ("PUT", "/health", 405), ("DELETE", "/x", 404)] {
         assert_eq!(exchange(address, method, path, &[], b"").await.unwrap().head.status, status, "{method} {path}");

@@ -34,7 +34,14 @@ pub(super) struct Answer {
 
 impl Answer {
     /// An empty answer to `call`; `request_id` is the client's or a new one.
-    pub(super) fn new(call: &Call, request_id: &str, created: u64, version: &str, details: bool, block_size: usize) -> Self {
+    pub(super) fn new(
+        call: &Call,
+        request_id: &str,
+        created: u64,
+        version: &str,
+        details: bool,
+        block_size: usize,
+    ) -> Self {
         let prefix = match call.kind {
             Kind::Completion => "cmpl",
             Kind::Chat => "chatcmpl",
@@ -74,7 +81,8 @@ impl Answer {
     }
 
     fn completion(&self, call: &Call) -> Value {
-        let choices: Vec<Value> = (0..).zip(&self.choices).map(|(index, choice)| completion_choice(call, index, choice)).collect();
+        let choices: Vec<Value> =
+            (0..).zip(&self.choices).map(|(index, choice)| completion_choice(call, index, choice)).collect();
         json!({
             "id": self.id, "object": "text_completion", "created": self.created, "model": call.model, "choices": choices,
             "service_tier": null, "system_fingerprint": self.fingerprint, "usage": self.usage(call),
@@ -83,7 +91,8 @@ impl Answer {
     }
 
     fn chat(&self, call: &Call) -> Value {
-        let choices: Vec<Value> = (0..).zip(&self.choices).map(|(index, choice)| chat_choice(call, index, choice)).collect();
+        let choices: Vec<Value> =
+            (0..).zip(&self.choices).map(|(index, choice)| chat_choice(call, index, choice)).collect();
         let prompt_ids = call.return_token_ids.then(|| call.prompts[0].clone());
         json!({
             "id": self.id, "object": "chat.completion", "created": self.created, "model": call.model, "choices": choices,
@@ -129,7 +138,8 @@ impl Answer {
         let prompt_ids = call.return_token_ids.then(|| call.prompts[0].clone());
         let opening = |index| {
             let delta = json!({"role": "assistant", "content": ""});
-            let mut event = self.event(call, json!([{"index": index, "delta": delta, "logprobs": null, "finish_reason": null}]));
+            let mut event =
+                self.event(call, json!([{"index": index, "delta": delta, "logprobs": null, "finish_reason": null}]));
             event.insert("prompt_token_ids".into(), json!(prompt_ids));
             event.insert("prompt_text".into(), Value::Null);
             self.with_running_usage(call, event)
@@ -153,8 +163,10 @@ impl Answer {
                 json!({"index": output.choice, "delta": {"content": text}, "logprobs": null, "finish_reason": finish,
                        "stop_reason": null, "token_ids": ids})
             }
-            Kind::Chat => json!({"index": output.choice, "delta": {"content": text}, "logprobs": null, "finish_reason": null,
-                                 "token_ids": ids}),
+            Kind::Chat => {
+                json!({"index": output.choice, "delta": {"content": text}, "logprobs": null, "finish_reason": null,
+                                 "token_ids": ids})
+            }
         };
         let mut event = self.event(call, json!([choice]));
         if finish.is_some() && !call.include_usage {

@@ -22,6 +22,9 @@ pub(super) enum Kind {
     Chat,
 }
 
+/// An adapter as a request uses it: number (from 1), name, path.
+pub(super) type Lora = (u64, String, String);
+
 /// What the engine is asked to run.
 #[derive(Debug, Clone)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own in the body")]
@@ -30,8 +33,8 @@ pub(super) struct Call {
     pub(super) kind: Kind,
     /// The model as the client named it; the served one where it named none.
     pub(super) model: String,
-    /// Adapter number (from 1), name and path.
-    pub(super) lora: Option<(u64, String, String)>,
+    /// The adapter, where `model` is one.
+    pub(super) lora: Option<Lora>,
     /// Token ids of each prompt.
     pub(super) prompts: Vec<Vec<u32>>,
     /// Answers per prompt.
@@ -94,14 +97,17 @@ impl ApiError {
     }
 }
 
-/// Parses a JSON body under a content type as FastAPI does.
+/// Parses a JSON body under a content type as `FastAPI` does.
 pub(super) fn parse(headers: &HeaderMap, body: &[u8]) -> Result<Value, ApiError> {
     let media = headers.get("content-type").and_then(|value| value.to_str().ok()).unwrap_or("application/json");
     if !media.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json") {
         return Err(ApiError::invalid("Unsupported Media Type: Only 'application/json' is allowed", None));
     }
     if body.is_empty() {
-        return Err(ApiError::invalid("{'type': 'missing', 'loc': 'body', 'msg': 'Field required', 'input': 'None'}", Some("body")));
+        return Err(ApiError::invalid(
+            "{'type': 'missing', 'loc': 'body', 'msg': 'Field required', 'input': 'None'}",
+            Some("body"),
+        ));
     }
     let value: Value = serde_json::from_slice(body).map_err(|cause| {
         let at = format!("body.{}", cause.column());
@@ -118,7 +124,7 @@ pub(super) fn parse(headers: &HeaderMap, body: &[u8]) -> Result<Value, ApiError>
 }
 
 /// The adapter a body asks for, if any; 404 for a model nobody serves.
-pub(super) fn model(config: &EngineConfig, body: &Value) -> Result<(String, Option<(u64, String, String)>), ApiError> {
+pub(super) fn model(config: &EngineConfig, body: &Value) -> Result<(String, Option<Lora>), ApiError> {
     let Some(name) = body["model"].as_str() else { return Ok((config.model.clone(), None)) };
     if name == config.model {
         return Ok((name.to_owned(), None));
@@ -127,8 +133,9 @@ pub(super) fn model(config: &EngineConfig, body: &Value) -> Result<(String, Opti
     if let Some((id, adapter)) = known {
         return Ok((name.to_owned(), Some((id, adapter.name.clone(), adapter.path.clone()))));
     }
-    let aliases: Vec<&str> =
-        std::iter::once(config.model.as_str()).chain(config.adapters.iter().map(|adapter| adapter.name.as_str())).collect();
+    let aliases: Vec<&str> = std::iter::once(config.model.as_str())
+        .chain(config.adapters.iter().map(|adapter| adapter.name.as_str()))
+        .collect();
     Err(ApiError {
         status: 404,
         message: format!("The model `{name}` does not exist. Valid aliases: {}.", aliases.join(", ")),
@@ -214,7 +221,9 @@ impl Call {
             } else {
                 continue;
             };
-            let message = format!("This model's maximum context length is {limit} tokens. {rest} (parameter={param}, value={value})");
+            let message = format!(
+                "This model's maximum context length is {limit} tokens. {rest} (parameter={param}, value={value})"
+            );
             return Err(ApiError::bad(message, Some(param)));
         }
         Ok(())
@@ -234,7 +243,8 @@ fn number(body: &Value, key: &str) -> Result<Option<u64>, ApiError> {
     match &body[key] {
         Value::Null => Ok(None),
         value => value.as_u64().map(Some).ok_or_else(|| {
-            let detail = format!("{{'type': 'int_type', 'loc': 'body.{key}', 'msg': 'Input should be a valid integer'}}");
+            let detail =
+                format!("{{'type': 'int_type', 'loc': 'body.{key}', 'msg': 'Input should be a valid integer'}}");
             ApiError::invalid(&detail, Some(key))
         }),
     }
@@ -268,7 +278,10 @@ fn ids(items: &[Value]) -> Result<Vec<u32>, ApiError> {
 }
 
 fn prompt_type() -> ApiError {
-    ApiError::invalid("{'type': 'string_type', 'loc': 'body.prompt', 'msg': 'Input should be a valid string'}", Some("prompt"))
+    ApiError::invalid(
+        "{'type': 'string_type', 'loc': 'body.prompt', 'msg': 'Input should be a valid string'}",
+        Some("prompt"),
+    )
 }
 
 fn chat_prompt(tokens: &Tokens, body: &Value) -> Result<Vec<u32>, ApiError> {

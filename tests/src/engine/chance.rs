@@ -1,6 +1,6 @@
 //! Repeatable chance: one seed gives one sequence, so a failing test can be run again.
 
-/// A small generator (SplitMix64, public domain algorithm by Sebastiano Vigna): enough for faults and token choice.
+/// A small generator (`SplitMix64`, public domain algorithm by Sebastiano Vigna): enough for faults and token choice.
 #[derive(Debug, Clone)]
 pub(super) struct Chance(u64);
 

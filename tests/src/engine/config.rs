@@ -73,7 +73,7 @@ impl FromStr for Version {
     }
 }
 
-/// A LoRA adapter the engine serves, `name=path` as in `--lora-modules`.
+/// A `LoRA` adapter the engine serves, `name=path` as in `--lora-modules`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Adapter {
     /// The model name clients send.
@@ -213,7 +213,7 @@ pub struct EngineConfig {
     /// Leave `usage.prompt_tokens_details` null (no `--enable-prompt-tokens-details`).
     #[arg(long)]
     pub no_prompt_tokens_details: bool,
-    /// Seed of everything random: outputs, random NONE_HASH, faults.
+    /// Seed of everything random: outputs, random `NONE_HASH`, faults.
     #[arg(long, default_value_t = 1)]
     pub chance_seed: u64,
     /// Forced outputs; only from the library.
@@ -288,7 +288,7 @@ impl EngineConfig {
         self.max_model_len.min((self.num_gpu_blocks - 1) * self.block_size)
     }
 
-    /// How blocks are named in the `life`-th life of this engine; a random NONE_HASH differs between lives.
+    /// How blocks are named in the `life`-th life of this engine; a random `NONE_HASH` differs between lives.
     pub(super) fn naming(&self, chance_seed: u64) -> Naming {
         Naming::new(
             self.prefix_caching_hash_algo,

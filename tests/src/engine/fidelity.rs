@@ -21,9 +21,6 @@ use super::wire::{Encoder, Event, Stored};
 pub(super) fn golden(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name);
     let bytes = std::fs::read(&path).unwrap_or_else(|cause| panic!("read {}: {cause}", path.display()));
-    if !name.ends_with(".gz") {
-        return String::from_utf8(bytes).unwrap();
-    }
     let mut text = String::new();
     GzDecoder::new(bytes.as_slice()).read_to_string(&mut text).unwrap();
     text
@@ -81,7 +78,9 @@ fn extras_of(case: &Value, index: usize) -> Vec<Extra> {
 fn every_recorded_block_has_the_engine_s_digest() {
     let vectors = json("vllm-0.32.0/core.json.gz");
     // The file also probes tokens beyond 32 bits, which no model has.
-    let possible = |case: &&Value| case["tokens"].as_array().unwrap().iter().all(|token| u32::try_from(token.as_u64().unwrap()).is_ok());
+    let possible = |case: &&Value| {
+        case["tokens"].as_array().unwrap().iter().all(|token| u32::try_from(token.as_u64().unwrap()).is_ok())
+    };
     let cases: Vec<&Value> = vectors["cases"].as_array().unwrap().iter().filter(possible).collect();
     assert_eq!(cases.len(), 310);
     let blocks: usize = cases.into_iter().map(|case| check_chain(case, true)).sum();
@@ -129,10 +128,12 @@ fn every_version_s_encoder_is_matched_byte_for_byte() {
         let vectors = json(&format!("vllm-{version}/wire.json.gz"));
         let mut checked = 0;
         for case in vectors["cases"].as_array().unwrap() {
-            let Some(events) = case["events"].as_array().unwrap().iter().map(event).collect::<Option<Vec<Event>>>() else {
+            let Some(events) = case["events"].as_array().unwrap().iter().map(event).collect::<Option<Vec<Event>>>()
+            else {
                 continue;
             };
-            let bytes = case["name"].as_str().unwrap().contains("bytes") || case["payload"].as_str().unwrap().contains("c420000102");
+            let bytes = case["name"].as_str().unwrap().contains("bytes")
+                || case["payload"].as_str().unwrap().contains("c420000102");
             let encoder = Encoder::new(version.parse::<Version>().unwrap(), !bytes);
             let payload = encoder.batch(1_764_443_000.25, &events, case["rank"].as_u64());
             assert_eq!(payload, unhex(case["payload"].as_str().unwrap()), "{version} {}", case["name"]);
@@ -151,15 +152,19 @@ fn event(described: &Value) -> Option<Event> {
     match described[0].as_str()? {
         "AllBlocksCleared" => Some(Event::Cleared),
         _ if unsaid => None,
-        "BlockRemoved" => {
-            Some(Event::Removed { hashes: digests(&fields["block_hashes"]), medium, group_idx: fields["group_idx"].as_u64() })
-        }
+        "BlockRemoved" => Some(Event::Removed {
+            hashes: digests(&fields["block_hashes"]),
+            medium,
+            group_idx: fields["group_idx"].as_u64(),
+        }),
         _ => Some(Event::Stored(Stored {
             hashes: digests(&fields["block_hashes"]),
             parent: (!fields["parent_block_hash"].is_null()).then(|| digest(&fields["parent_block_hash"])),
             tokens: numbers(&fields["token_ids"]),
             block_size: usize::try_from(fields["block_size"].as_u64()?).ok()?,
-            lora: fields["lora_id"].as_u64().map(|id| (id, fields["lora_name"].as_str().unwrap_or_default().to_owned())),
+            lora: fields["lora_id"]
+                .as_u64()
+                .map(|id| (id, fields["lora_name"].as_str().unwrap_or_default().to_owned())),
             medium,
             extra_keys: match &fields["extra_keys"] {
                 Value::Null => None,
@@ -252,15 +257,19 @@ impl Session {
             .enumerate()
             .map(|(index, (sequence, events))| {
                 // The time stamp is the only thing taken from the recording.
-                let ts = recorded.get(index).map_or(0.0, |(_, payload)| f64::from_be_bytes(payload[2..10].try_into().unwrap()));
+                let ts = recorded
+                    .get(index)
+                    .map_or(0.0, |(_, payload)| f64::from_be_bytes(payload[2..10].try_into().unwrap()));
                 (*sequence, self.encoder.batch(ts, events, Some(0)))
             })
             .collect();
         let show = |batches: &[Recorded]| {
-            let decoded = batches.iter().map(|(n, payload)| (n, rmpv::decode::read_value(&mut payload.as_slice()).unwrap().to_string()));
-            decoded.map(|(n, text)| format!("\n  {n}: {text}")).collect::<String>()
+            let decoded = batches
+                .iter()
+                .map(|(n, payload)| (n, rmpv::decode::read_value(&mut payload.as_slice()).unwrap().to_string()));
+            decoded.map(|(n, text)| format!("  {n}: {text}")).collect::<Vec<_>>().join("\n")
         };
-        assert!(encoded == recorded, "step {step}\nrecorded: {}\nplayed: {}", show(recorded), show(&encoded));
+        assert!(encoded == recorded, "step {step}\nrecorded:\n{}\nplayed:\n{}", show(recorded), show(&encoded));
     }
 
     fn submit(&mut self, request: &Value, response: &Value) {

@@ -20,7 +20,7 @@ use super::call::{self, ApiError, Call, Kind};
 use super::journal::Tracked;
 use super::life::{Life, Running};
 use super::metrics;
-use super::server::Line;
+use super::server::Conn;
 
 /// Bodies are read up to this size; more than any prompt of a test.
 const BODY_MAX: usize = 256 * 1024 * 1024;
@@ -70,16 +70,21 @@ impl Body for Answered {
 type Reply = Response<Answered>;
 
 /// Serves one request of one connection.
-pub(super) async fn serve(life: Arc<Life>, line: Arc<Line>, request: Request<Incoming>) -> Result<Reply, Cut> {
+pub(super) async fn serve(life: Arc<Life>, conn: Arc<Conn>, request: Request<Incoming>) -> Result<Reply, Cut> {
     let (head, body) = request.into_parts();
     let path = head.uri.path().to_owned();
     let whole_path = head.uri.path_and_query().map_or_else(|| path.clone(), ToString::to_string);
-    let _busy = line.busy();
+    let _busy = conn.busy();
     let reply = if path.starts_with("/debug/") {
         debug(&life, &path, &head.method, body).await
     } else {
         let tracked = life.journal.open(head.method.as_str(), &whole_path, &head.headers);
-        let visit = Visit { life: Arc::clone(&life), line: Arc::clone(&line), method: head.method.clone(), headers: head.headers.clone() };
+        let visit = Visit {
+            life: Arc::clone(&life),
+            conn: Arc::clone(&conn),
+            method: head.method.clone(),
+            headers: head.headers.clone(),
+        };
         let reply = visit.reply(&path, body, tracked).await?;
         life.count(&path, &head.method, reply.status());
         reply
@@ -90,14 +95,14 @@ pub(super) async fn serve(life: Arc<Life>, line: Arc<Line>, request: Request<Inc
 /// One request on its way to an answer.
 struct Visit {
     life: Arc<Life>,
-    line: Arc<Line>,
+    conn: Arc<Conn>,
     method: Method,
     headers: HeaderMap,
 }
 
 impl Visit {
     async fn reply(self, path: &str, body: Incoming, tracked: Tracked) -> Result<Reply, Cut> {
-        let body = Limited::new(body, BODY_MAX).collect().await.map_err(|_| Cut)?.to_bytes();
+        let body = Limited::new(body, BODY_MAX).collect().await.or(Err(Cut))?.to_bytes();
         tracked.body(&body);
         match (self.method.as_str(), path) {
             ("POST", "/v1/completions") => self.generate(Kind::Completion, &body, tracked).await,
@@ -117,9 +122,11 @@ impl Visit {
             ("GET", "/health" | "/ping") | ("POST", "/ping") => health(life).await,
             ("GET", "/version") => reply(200, &json!({"version": life.config.version.to_string()})),
             ("GET", "/load") => reply(200, &json!({"server_load": life.scheduler().running()})),
-            ("GET", "/v1/models") => reply(200, &answers::models(&life.config, life.created())),
+            ("GET", "/v1/models") => reply(200, &answers::models(&life.config, created())),
             ("GET", "/metrics") => life.metrics(),
-            ("GET", "/kv_event_sources") if life.config.version.lists_event_sources() => reply(200, &life.event_sources()),
+            ("GET", "/kv_event_sources") if life.config.version.lists_event_sources() => {
+                reply(200, &life.event_sources())
+            }
             ("POST", "/tokenize") => self.tokenize(body).unwrap_or_else(|error| error_reply(&error)),
             ("POST", "/detokenize") => self.detokenize(body).unwrap_or_else(|error| error_reply(&error)),
             ("POST", "/reset_prefix_cache") => {
@@ -162,7 +169,7 @@ impl Visit {
             return Ok(refuse(tracked, &ApiError::injected(status)));
         }
         if dies == Some(0) {
-            self.line.prepare_cut(plan.die_with_reset);
+            self.conn.prepare_cut(plan.die_with_reset);
             return Err(Cut);
         }
         let call = call::parse(&self.headers, body)
@@ -173,15 +180,26 @@ impl Visit {
         };
         let running = self.life.submit(&call);
         let answer = self.answer(&call);
-        let sender = Sender { life: self.life, line: self.line, call, answer, running, dies };
+        let sender = Sender { life: self.life, conn: self.conn, call, answer, running, dies };
         tracked.status(200);
         if sender.call.stream { Ok(sender.stream(tracked)) } else { sender.whole(tracked).await }
     }
 
     fn answer(&self, call: &Call) -> Answer {
         let config = &self.life.config;
-        let id = self.headers.get("x-request-id").and_then(|id| id.to_str().ok()).map_or_else(|| self.life.new_id(), str::to_owned);
-        Answer::new(call, &id, self.life.created(), &config.version.to_string(), !config.no_prompt_tokens_details, config.block_size)
+        let id = self
+            .headers
+            .get("x-request-id")
+            .and_then(|id| id.to_str().ok())
+            .map_or_else(|| self.life.new_id(), str::to_owned);
+        Answer::new(
+            call,
+            &id,
+            created(),
+            &config.version.to_string(),
+            !config.no_prompt_tokens_details,
+            config.block_size,
+        )
     }
 }
 
@@ -202,7 +220,7 @@ const ROUTES: [&str; 10] = [
 /// An answer being made, token by token.
 struct Sender {
     life: Arc<Life>,
-    line: Arc<Line>,
+    conn: Arc<Conn>,
     call: Call,
     answer: Answer,
     running: Running,
@@ -244,13 +262,13 @@ impl Sender {
     async fn cut(&self, sender: &mpsc::Sender<Result<Bytes, Cut>>) {
         // What was sent so far must reach the client before the connection goes.
         tokio::time::sleep(Duration::from_millis(20)).await;
-        self.line.prepare_cut(self.life.faults.plan().die_with_reset);
+        self.conn.prepare_cut(self.life.faults.plan().die_with_reset);
         drop(sender.send(Err(Cut)).await);
     }
 
     fn stream(self, tracked: Tracked) -> Reply {
         let (sender, events) = mpsc::channel(1);
-        let busy = self.line.busy();
+        let busy = self.conn.busy();
         tokio::spawn(async move {
             let _busy = busy;
             let gone = sender.clone();
@@ -282,10 +300,10 @@ impl Sender {
                 }
             }
         }
-        if let Some(event) = self.answer.closing(&self.call) {
-            if !self.send_event(&mut events, &event.to_string()).await {
-                return false;
-            }
+        if let Some(event) = self.answer.closing(&self.call)
+            && !self.send_event(&mut events, &event.to_string()).await
+        {
+            return false;
         }
         self.send_event(&mut events, "[DONE]").await
     }
@@ -314,12 +332,12 @@ async fn health(life: &Life) -> Reply {
     empty(plan.health_status.unwrap_or(200))
 }
 
-impl Life {
-    fn created(&self) -> u64 {
-        let seconds = Duration::try_from_secs_f64(super::clock::unix_seconds());
-        seconds.map_or(0, |seconds| seconds.as_secs())
-    }
+/// `created` of an answer made now.
+fn created() -> u64 {
+    Duration::try_from_secs_f64(super::clock::unix_seconds()).map_or(0, |seconds| seconds.as_secs())
+}
 
+impl Life {
     /// An id no other request of this engine has, 16 hex digits as vLLM's.
     fn new_id(&self) -> String {
         let seen = self.journal.counters().seen;
@@ -362,10 +380,13 @@ async fn debug(life: &Life, path: &str, method: &Method, body: Incoming) -> Repl
             let blocks: serde_json::Map<String, Value> =
                 blocks.into_iter().map(|(name, copies)| (name.to_string(), json!(copies))).collect();
             let none_hash = format!("{:?}", life.none_hash);
-            reply(200, &json!({
-                "engine": life.config.name, "life": life.number, "block_size": life.config.block_size, "none_hash": none_hash,
-                "published": life.publisher.published(), "blocks": blocks,
-            }))
+            reply(
+                200,
+                &json!({
+                    "engine": life.config.name, "life": life.number, "block_size": life.config.block_size, "none_hash": none_hash,
+                    "published": life.publisher.published(), "blocks": blocks,
+                }),
+            )
         }
         ("GET", "/debug/requests") => reply(200, &json!(life.journal.requests())),
         ("GET", "/debug/counters") => {

@@ -82,7 +82,8 @@ impl Journal {
             inner.requests.pop_front();
         }
         let headers = headers.iter();
-        let headers = headers.map(|(name, value)| (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned()));
+        let headers =
+            headers.map(|(name, value)| (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned()));
         inner.requests.push_back(Seen {
             id,
             method: method.to_owned(),
@@ -127,8 +128,7 @@ pub(super) struct Tracked {
 
 impl Tracked {
     pub(super) fn body(&self, bytes: &[u8]) {
-        let digest = Sha256::digest(bytes);
-        let hex = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        let hex = format!("{:?}", super::names::Digest::from_slice(&Sha256::digest(bytes)));
         self.journal.change(self.id, |seen| (seen.body_bytes, seen.body_sha256) = (bytes.len(), hex));
     }
 

@@ -91,6 +91,7 @@ impl Life {
         loop {
             if !self.scheduler().has_work() {
                 self.arrived.notified().await;
+                free_at = Instant::now();
                 continue;
             }
             self.faults.until(|plan| !plan.pause).await;
@@ -136,7 +137,14 @@ impl Life {
         Running { life: Arc::clone(self), ids, outputs }
     }
 
-    fn request(&self, call: &Call, prompt: &[u32], copy: usize, choice: usize, sink: mpsc::UnboundedSender<Output>) -> Request {
+    fn request(
+        &self,
+        call: &Call,
+        prompt: &[u32],
+        copy: usize,
+        choice: usize,
+        sink: mpsc::UnboundedSender<Output>,
+    ) -> Request {
         let (len, finish) = call.output_len(prompt, self.config.natural_output_tokens, self.config.token_limit());
         let seed = call.seed ^ (u64::try_from(copy).unwrap_or(0) << 32) ^ self.config.chance_seed;
         let outputs = self.config.outputs.of(prompt, copy).filter(|outputs| !outputs.is_empty());

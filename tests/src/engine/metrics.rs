@@ -27,8 +27,10 @@ pub(super) fn render(config: &EngineConfig, scheduler: &Scheduler, started: f64,
         out.push('\n');
         if line.starts_with("# TYPE http_requests_total ") {
             for ((handler, method, status), count) in http {
-                let _infallible =
-                    writeln!(out, "http_requests_total{{handler=\"{handler}\",method=\"{method}\",status=\"{status}\"}} {count}.0");
+                let _infallible = writeln!(
+                    out,
+                    "http_requests_total{{handler=\"{handler}\",method=\"{method}\",status=\"{status}\"}} {count}.0"
+                );
             }
         }
     }
@@ -70,25 +72,33 @@ impl Values<'_> {
             "vllm:prefix_cache_hits_total" => real(stats.prefix_hits),
             "vllm:num_preemptions_total" => real(stats.preemptions),
             "vllm:prompt_tokens_total" => real(stats.prompt_tokens),
-            "vllm:prompt_tokens_by_source_total" if has("\"local_compute\"") => real(stats.prompt_tokens - stats.cached_tokens),
+            "vllm:prompt_tokens_by_source_total" if has("\"local_compute\"") => {
+                real(stats.prompt_tokens - stats.cached_tokens)
+            }
             "vllm:prompt_tokens_by_source_total" => only("\"local_cache_hit\"", stats.cached_tokens),
             "vllm:prompt_tokens_cached_total" => real(stats.cached_tokens),
             "vllm:prompt_tokens_cached_by_source_total" => only("\"device\"", stats.cached_tokens),
             "vllm:generation_tokens_total" => real(stats.generation_tokens),
-            "vllm:request_success_total" => {
-                stats.finished.iter().find(|(reason, _)| has(&format!("finished_reason=\"{reason}\""))).map_or(0.0, |(_, n)| real(*n))
-            }
+            "vllm:request_success_total" => stats
+                .finished
+                .iter()
+                .find(|(reason, _)| has(&format!("finished_reason=\"{reason}\"")))
+                .map_or(0.0, |(_, n)| real(*n)),
             _ if name.ends_with("_created") => self.started,
             _ => self.histogram(name, labels),
         }
     }
 
     fn histogram(&self, name: &str, labels: &str) -> f64 {
-        let family = |suffix: &str| name.strip_suffix(suffix).and_then(|family| self.scheduler.stats.histograms.get(family));
+        let family =
+            |suffix: &str| name.strip_suffix(suffix).and_then(|family| self.scheduler.stats.histograms.get(family));
         if let Some(histogram) = family("_bucket") {
             return real(histogram.at_most(bound(labels)));
         }
-        family("_sum").map(|histogram| histogram.sum).or_else(|| family("_count").map(|histogram| real(histogram.count))).unwrap_or(0.0)
+        family("_sum")
+            .map(|histogram| histogram.sum)
+            .or_else(|| family("_count").map(|histogram| real(histogram.count)))
+            .unwrap_or(0.0)
     }
 }
 

@@ -103,12 +103,17 @@ impl Engine {
     ///
     /// # Errors
     /// When an option makes no sense, a tokenizer file is unreadable, or a port is taken.
+    #[expect(clippy::unused_async, reason = "it takes a runtime, and says so by its form")]
     pub async fn start(config: EngineConfig) -> anyhow::Result<Self> {
         config.check()?;
         let tokens = Tokens::load(config.tokenizer.as_deref())?;
         let faults = Arc::new(Faults::new(chance::Chance::seed_of(&config.name, &[config.chance_seed])));
-        let inherited =
-            Inherited { config: Arc::new(config), tokens: Arc::new(tokens), faults, journal: Arc::new(Journal::default()) };
+        let inherited = Inherited {
+            config: Arc::new(config),
+            tokens: Arc::new(tokens),
+            faults,
+            journal: Arc::new(Journal::default()),
+        };
         let gates = Gates::first(&inherited)?;
         let addresses = gates.addresses();
         let mut engine = Self { inherited, addresses, running: None, lives: 0 };
@@ -208,7 +213,8 @@ impl Engine {
     }
 
     fn live(&mut self, gates: Gates) {
-        let ports = (self.addresses.events.map(|address| address.port()), self.addresses.replay.map(|address| address.port()));
+        let ports =
+            (self.addresses.events.map(|address| address.port()), self.addresses.replay.map(|address| address.port()));
         let life = Arc::new(Life::new(self.inherited.clone(), self.lives, ports));
         self.lives += 1;
         let (stopping, stop) = watch::channel(false);
@@ -302,7 +308,7 @@ fn event_gates(inherited: &Inherited) -> anyhow::Result<(Option<Gate>, Option<Ga
         Some(port) => port,
         None => events.address().port().checked_add(REPLAY_PORT_OFFSET).context("the event port + 1000 is no port")?,
     };
-    let replay =
-        Gate::bind(at(port), faults.replay_gate()).with_context(|| format!("listen for replay requests on {}", at(port)))?;
+    let replay = Gate::bind(at(port), faults.replay_gate())
+        .with_context(|| format!("listen for replay requests on {}", at(port)))?;
     Ok((Some(events), Some(replay)))
 }

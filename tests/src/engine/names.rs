@@ -91,7 +91,7 @@ impl fmt::Debug for Digest {
 /// One extra key of a block, in the order vLLM hashes them: adapter, then salt.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Extra {
-    /// A LoRA adapter; `path` is hashed since 0.31 only.
+    /// A `LoRA` adapter; `path` is hashed since 0.31 only.
     Lora {
         /// The adapter's served name.
         name: String,
@@ -184,10 +184,10 @@ fn cbor_head(out: &mut Vec<u8>, major: u8, value: u32) {
     let [_, _, high, low] = value.to_be_bytes();
     match value {
         0..=23 => out.push(major | low),
-        24..=0xff => out.extend([major | 24, low]),
-        0x100..=0xffff => out.extend([major | 25, high, low]),
+        24..=0xff => out.extend([major | 0x18, low]),
+        0x100..=0xffff => out.extend([major | 0x19, high, low]),
         _ => {
-            out.push(major | 26);
+            out.push(major | 0x1a);
             out.extend(value.to_be_bytes());
         }
     }
@@ -251,12 +251,11 @@ fn pickle_frame(out: &mut Vec<u8>, body: &[u8]) {
 }
 
 fn pickle_text(out: &mut Vec<u8>, text: &str) {
-    match u8::try_from(text.len()) {
-        Ok(len) => out.extend([0x8c, len]),
-        Err(_) => {
-            out.push(b'X');
-            out.extend(u32::try_from(text.len()).unwrap_or(u32::MAX).to_le_bytes());
-        }
+    if let Ok(len) = u8::try_from(text.len()) {
+        out.extend([0x8c, len]);
+    } else {
+        out.push(b'X');
+        out.extend(u32::try_from(text.len()).unwrap_or(u32::MAX).to_le_bytes());
     }
     out.extend_from_slice(text.as_bytes());
     out.push(MEMOIZE);
@@ -313,6 +312,8 @@ fn pickle_extra(out: &mut Vec<u8>, extra: &Extra, tagged: bool) {
     if tagged {
         pickle_tuple(out, words.len(), |out| words.iter().for_each(|word| pickle_text(out, word)));
     } else {
-        words.iter().for_each(|word| pickle_text(out, word));
+        for word in words {
+            pickle_text(out, word);
+        }
     }
 }

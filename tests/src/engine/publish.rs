@@ -255,7 +255,9 @@ impl Subscribed<'_> {
             let message = zmtp::read_message(&mut reader).await?;
             let mut state = self.publisher.state();
             if let Some(subscriber) = state.subscribers.iter_mut().find(|subscriber| subscriber.id == self.id) {
-                message.iter().for_each(|frame| subscriber.change(frame));
+                for frame in &message {
+                    subscriber.change(frame);
+                }
             }
         }
     }

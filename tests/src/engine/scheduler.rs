@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::cache::{Cache, Sequence};
+use super::call::Lora;
 use super::names::Naming;
 use super::pool::Pool;
 use super::stats::Stats;
@@ -59,8 +60,8 @@ pub(super) struct Request {
     pub(super) outputs: Vec<u32>,
     /// How it ends.
     pub(super) finish: Finish,
-    /// Adapter number and its key.
-    pub(super) lora: Option<(u64, String, String)>,
+    /// The adapter it uses.
+    pub(super) lora: Option<Lora>,
     /// `cache_salt`; an empty one counts as none.
     pub(super) salt: Option<String>,
     /// Session shown in events.

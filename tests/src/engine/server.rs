@@ -40,10 +40,10 @@ async fn connection(life: Arc<Life>, stream: TcpStream, mut stopping: watch::Rec
     if let Err(cause) = stream.set_nodelay(true) {
         tracing::debug!(%cause, "no TCP_NODELAY");
     }
-    let line = Arc::new(Line::new(&stream));
+    let conn = Arc::new(Conn::new(&stream));
     let service = {
-        let (life, line) = (Arc::clone(&life), Arc::clone(&line));
-        service_fn(move |request| http::serve(Arc::clone(&life), Arc::clone(&line), request))
+        let (life, conn) = (Arc::clone(&life), Arc::clone(&conn));
+        service_fn(move |request| http::serve(Arc::clone(&life), Arc::clone(&conn), request))
     };
     let serving = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
     tokio::pin!(serving);
@@ -56,7 +56,7 @@ async fn connection(life: Arc<Life>, stream: TcpStream, mut stopping: watch::Rec
                 }
                 return;
             }
-            () = line.idle(&life), if !asked_to_close => {}
+            () = conn.idle(&life), if !asked_to_close => {}
             _ = stopping.wait_for(|stop| *stop), if !asked_to_close => {}
         }
         asked_to_close = true;
@@ -66,24 +66,24 @@ async fn connection(life: Arc<Life>, stream: TcpStream, mut stopping: watch::Rec
 
 /// What the requests of one connection tell its task.
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct Conn {
     /// A second handle on the socket, to make its close a reset.
     socket: Mutex<Option<OwnedFd>>,
-    state: watch::Sender<LineState>,
+    state: watch::Sender<ConnState>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct LineState {
+struct ConnState {
     /// Requests under way, streams included.
     busy: usize,
     /// End of the last request; none before the first, which may take its time as with uvicorn.
     idle_since: Option<Instant>,
 }
 
-impl Line {
+impl Conn {
     fn new(stream: &TcpStream) -> Self {
         let socket = stream.as_fd().try_clone_to_owned().ok();
-        Self { socket: Mutex::new(socket), state: watch::Sender::new(LineState { busy: 0, idle_since: None }) }
+        Self { socket: Mutex::new(socket), state: watch::Sender::new(ConnState { busy: 0, idle_since: None }) }
     }
 
     /// Marks the connection as busy until the returned value is dropped.
@@ -95,10 +95,11 @@ impl Line {
     /// Makes the coming close a reset when `reset`.
     pub(super) fn prepare_cut(&self, reset: bool) {
         let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let (Some(socket), true) = (socket, reset) {
-            if let Err(cause) = SockRef::from(&socket).set_linger(Some(Duration::ZERO)) {
-                tracing::warn!(%cause, "no reset on close");
-            }
+        if reset
+            && let Some(socket) = socket
+            && let Err(cause) = SockRef::from(&socket).set_linger(Some(Duration::ZERO))
+        {
+            tracing::warn!(%cause, "no reset on close");
         }
     }
 
@@ -121,7 +122,7 @@ impl Line {
 
 /// A request under way.
 #[derive(Debug)]
-pub(super) struct Busy(Arc<Line>);
+pub(super) struct Busy(Arc<Conn>);
 
 impl Drop for Busy {
     fn drop(&mut self) {

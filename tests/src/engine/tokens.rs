@@ -177,7 +177,9 @@ fn plain(value: &Value) -> minijinja::Value {
         },
         Value::String(text) => minijinja::Value::from(text),
         Value::Array(items) => items.iter().map(plain).collect(),
-        Value::Object(fields) => minijinja::Value::from_pairs(fields.iter().map(|(key, field)| (key.clone(), plain(field)))),
+        Value::Object(fields) => {
+            minijinja::Value::from_pairs(fields.iter().map(|(key, field)| (key.clone(), plain(field))))
+        }
     }
 }
 
@@ -195,7 +197,7 @@ fn plain_chat(messages: &[Value], generation: bool) -> String {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let mut prompt = String::new();
     for message in messages {
-        prompt.push_str(&format!("<|{}|>{}<|end|>", text(&message["role"]), text(&message["content"])));
+        prompt.extend(["<|", &text(&message["role"]), "|>", &text(&message["content"]), "<|end|>"]);
     }
     if generation {
         prompt.push_str("<|assistant|>");

@@ -71,27 +71,10 @@ impl Encoder {
         array(&mut out, events.len());
         for event in events {
             let fields = self.fields(event);
-            if self.version.sends_maps() { self.map(&mut out, &fields) } else { list(&mut out, &fields) }
+            if self.version.sends_maps() { map(&mut out, &fields) } else { list(&mut out, &fields) }
         }
         Value::number(rank).write(&mut out);
         out
-    }
-
-    /// A struct that may have more than 15 keys gets the long map head even when few are set (msgspec reserves its size first).
-    fn map(&self, out: &mut Vec<u8>, fields: &Fields) {
-        let sent: Vec<_> = fields.rows.iter().filter(|row| row.always || row.value != Value::Nil).collect();
-        if fields.rows.len() + 1 > 15 {
-            out.push(0xde);
-            out.extend(u16::try_from(sent.len() + 1).unwrap_or(u16::MAX).to_be_bytes());
-        } else {
-            map_head(out, sent.len() + 1);
-        }
-        text(out, "type");
-        text(out, fields.tag);
-        for row in sent {
-            text(out, row.key);
-            row.value.write(out);
-        }
     }
 
     fn fields(&self, event: &Event) -> Fields {
@@ -107,9 +90,10 @@ impl Encoder {
             Some((id, name)) => (Value::Number(*id), Value::Text(name.clone())),
             None => (Value::Nil, Value::Nil),
         };
-        let extra_keys = stored.extra_keys.as_ref().map_or(Value::Nil, |blocks| {
-            Value::List(blocks.iter().map(|keys| extra_keys(keys)).collect())
-        });
+        let extra_keys = stored
+            .extra_keys
+            .as_ref()
+            .map_or(Value::Nil, |blocks| Value::List(blocks.iter().map(|keys| extra_keys(keys)).collect()));
         let tokens = stored.tokens.iter().map(|token| Value::Number(u64::from(*token))).collect();
         let since = |minor, patch| self.version.at_least(minor, patch);
         let rows = vec![
@@ -187,6 +171,23 @@ fn extra_keys(keys: &[Extra]) -> Value {
     Value::List(words.collect())
 }
 
+/// A struct that may have more than 15 keys gets the long map head even when few are set (msgspec reserves its size first).
+fn map(out: &mut Vec<u8>, fields: &Fields) {
+    let sent: Vec<_> = fields.rows.iter().filter(|row| row.always || row.value != Value::Nil).collect();
+    if fields.rows.len() + 1 > 15 {
+        out.push(0xde);
+        out.extend(u16::try_from(sent.len() + 1).unwrap_or(u16::MAX).to_be_bytes());
+    } else {
+        map_head(out, sent.len() + 1);
+    }
+    text(out, "type");
+    text(out, fields.tag);
+    for row in sent {
+        text(out, row.key);
+        row.value.write(out);
+    }
+}
+
 /// An event as an array: the tag, then every field this version knows.
 fn list(out: &mut Vec<u8>, fields: &Fields) {
     array(out, fields.rows.len() + 1);
@@ -224,7 +225,9 @@ impl Value {
             Self::Bytes(value) => bytes(out, value),
             Self::List(items) => {
                 array(out, items.len());
-                items.iter().for_each(|item| item.write(out));
+                for item in items {
+                    item.write(out);
+                }
             }
         }
     }
@@ -260,7 +263,11 @@ fn text(out: &mut Vec<u8>, value: &str) {
 
 fn bytes(out: &mut Vec<u8>, value: &[u8]) {
     let [_, _, high, low] = len32(value.len());
-    if value.len() <= 0xff { out.extend([0xc4, low]) } else { out.extend([0xc5, high, low]) }
+    if value.len() <= 0xff {
+        out.extend([0xc4, low]);
+    } else {
+        out.extend([0xc5, high, low]);
+    }
     out.extend_from_slice(value);
 }
 

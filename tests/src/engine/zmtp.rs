@@ -71,12 +71,11 @@ pub(super) fn message(frames: &[&[u8]]) -> Bytes {
 }
 
 fn put_frame(out: &mut BytesMut, flags: u8, body: &[u8]) {
-    match u8::try_from(body.len()) {
-        Ok(len) => out.put_slice(&[flags, len]),
-        Err(_) => {
-            out.put_u8(flags | LONG);
-            out.put_u64(u64::try_from(body.len()).unwrap_or(u64::MAX));
-        }
+    if let Ok(len) = u8::try_from(body.len()) {
+        out.put_slice(&[flags, len]);
+    } else {
+        out.put_u8(flags | LONG);
+        out.put_u64(u64::try_from(body.len()).unwrap_or(u64::MAX));
     }
     out.put_slice(body);
 }

@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 const HEAD_MAX: usize = 256 * 1024;
 
 /// How long one answer may take in the helpers that read a whole one.
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+const ANSWER_LIMIT: Duration = Duration::from_mins(1);
 
 /// One connection.
 #[derive(Debug)]
@@ -49,7 +49,8 @@ impl Head {
         let status_line = lines.next().unwrap_or_default();
         let mut words = status_line.splitn(3, ' ');
         let version = words.next().unwrap_or_default().to_owned();
-        let status = words.next().unwrap_or_default().parse().with_context(|| format!("read the status of `{status_line}`"))?;
+        let status =
+            words.next().unwrap_or_default().parse().with_context(|| format!("read the status of `{status_line}`"))?;
         let field = |line: &str| {
             let (name, value) = line.split_once(':').with_context(|| format!("read the field `{line}`"))?;
             Ok((name.to_owned(), value.trim().to_owned()))

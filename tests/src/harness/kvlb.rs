@@ -224,9 +224,13 @@ pub fn binary(name: &str) -> anyhow::Result<PathBuf> {
     }
     let test = std::env::current_exe().context("find the running test")?;
     // target/PROFILE/deps/TEST, or target/PROFILE/NAME for a program.
-    let profile = test.ancestors().skip(1).find(|dir| !dir.ends_with("deps")).unwrap_or(Path::new("."));
+    let profile = test.ancestors().skip(1).find(|dir| !dir.ends_with("deps")).unwrap_or_else(|| Path::new("."));
     let path = profile.join(name);
-    ensure!(path.exists(), "{} is missing: run `cargo build --workspace --exclude kvlb-ebpf --bins` first", path.display());
+    ensure!(
+        path.exists(),
+        "{} is missing: run `cargo build --workspace --exclude kvlb-ebpf --bins` first",
+        path.display()
+    );
     Ok(path)
 }
 

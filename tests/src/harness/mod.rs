@@ -27,7 +27,11 @@ pub async fn eventually(within: Duration, what: &str, mut check: impl AsyncFnMut
 ///
 /// # Errors
 /// As [`eventually`].
-pub async fn until_some<T>(within: Duration, what: &str, mut check: impl AsyncFnMut() -> Option<T>) -> anyhow::Result<T> {
+pub async fn until_some<T>(
+    within: Duration,
+    what: &str,
+    mut check: impl AsyncFnMut() -> Option<T>,
+) -> anyhow::Result<T> {
     let deadline = Instant::now() + within;
     loop {
         if let Some(found) = check().await {

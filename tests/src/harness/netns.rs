@@ -162,7 +162,8 @@ impl Netns {
 /// Runs `work` on a new thread: a thread's namespace is its own affair, and must not leak into the caller's.
 fn on_own_thread<T: Send>(work: impl FnOnce() -> T + Send) -> anyhow::Result<T> {
     std::thread::scope(|scope| scope.spawn(work).join()).map_err(|panic| {
-        let text = panic.downcast_ref::<&str>().map(ToString::to_string).or_else(|| panic.downcast_ref::<String>().cloned());
+        let text =
+            panic.downcast_ref::<&str>().map(ToString::to_string).or_else(|| panic.downcast_ref::<String>().cloned());
         anyhow!("a thread of a namespace panicked: {}", text.unwrap_or_default())
     })
 }

@@ -34,47 +34,47 @@ fn tally(exact: usize, misses: &[(&str, usize)], refused: usize) -> Tally {
 
 #[test]
 fn qwen3_is_exact() {
-    check("qwen3", &tally(0, &[], 0));
+    check("qwen3", &tally(79, &[], 3));
 }
 
 #[test]
 fn llama31_is_exact() {
-    check("llama31", &tally(0, &[], 0));
+    check("llama31", &tally(79, &[], 3));
 }
 
 #[test]
 fn deepseek_v3_is_exact() {
-    check("deepseekv3mt", &tally(0, &[], 0));
+    check("deepseekv3mt", &tally(79, &[], 3));
 }
 
 #[test]
 fn deepseek_v3_under_the_llama_class_is_exact() {
-    check("deepseekv3_as_llama_class", &tally(0, &[], 0));
+    check("deepseekv3_as_llama_class", &tally(76, &[], 6));
 }
 
 #[test]
 fn gemma3_which_takes_parts_is_exact() {
-    check("gemma3", &tally(0, &[], 0));
+    check("gemma3", &tally(72, &[], 10));
 }
 
 #[test]
 fn gpt_oss_without_a_template_is_exact_for_text() {
-    check("gptoss", &tally(0, &[], 0));
+    check("gptoss", &tally(36, &[], 46));
 }
 
 #[test]
 fn harmony_is_a_miss_of_its_own() {
-    check("gptoss_harmony", &tally(0, &[], 0));
+    check("gptoss_harmony", &tally(35, &[("harmony", 42)], 5));
 }
 
 #[test]
 fn gpt4o_whose_class_replaces_the_pipeline_is_exact_for_text() {
-    check("gpt4o", &tally(0, &[], 0));
+    check("gpt4o", &tally(36, &[], 46));
 }
 
 #[test]
 fn llama2_whose_class_replaces_the_pipeline_is_exact_for_text() {
-    check("llama2", &tally(0, &[], 0));
+    check("llama2", &tally(36, &[], 46));
 }
 
 fn check(name: &str, expected: &Tally) {

@@ -139,6 +139,11 @@ impl Chunk {
         self.start == self.end
     }
 
+    /// Bytes of the whole block.
+    pub(super) fn capacity(&self) -> usize {
+        self.block.len()
+    }
+
     /// Bytes that still fit behind the filled ones.
     pub fn spare(&self) -> usize {
         self.block.len() - self.end

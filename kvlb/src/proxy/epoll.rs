@@ -55,6 +55,10 @@ impl Listener for EpollListener {
     async fn accept(&self) -> io::Result<(EpollStream, SocketAddr)> {
         self.socket.accept().await.map(|(socket, client)| (EpollStream::adopt(socket), client))
     }
+
+    fn stop(&self) {
+        shut(&self.socket, Shutdown::Read);
+    }
 }
 
 /// A connection.

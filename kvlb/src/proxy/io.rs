@@ -112,6 +112,9 @@ pub(super) trait Listener: 'static {
 
     /// The next connection and its client's address. May be dropped at any time without losing a connection.
     fn accept(&self) -> impl Future<Output = io::Result<(Self::Stream, SocketAddr)>>;
+
+    /// Ends the listening, for everybody who holds the socket.
+    fn stop(&self);
 }
 
 /// How a peer's leaving is read.

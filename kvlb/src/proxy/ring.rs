@@ -116,6 +116,10 @@ impl Listener for UringListener {
             }
         }
     }
+
+    fn stop(&self) {
+        shut(&*self.socket, Shutdown::Read);
+    }
 }
 
 /// A connection.

@@ -130,6 +130,11 @@ impl AnswerHead {
         self.status < 200
     }
 
+    /// Whether the engine says that it has not started on the request.
+    pub(in crate::proxy) fn is_busy(&self) -> bool {
+        matches!(self.status, 429 | 503)
+    }
+
     /// Follows the body to its end. `plain` says that the client cannot read chunks (HTTP/1.0).
     pub(in crate::proxy) fn body(&self, plain: bool) -> AnswerBody {
         match self.framing {
@@ -203,6 +208,14 @@ impl AnswerBody {
             Self::Length(left) => *left == 0,
             Self::Chunked(chunked) | Self::Unchunk(chunked) => chunked.is_done(),
             Self::Close => false,
+        }
+    }
+
+    /// Bytes still to come, where that is known.
+    pub(in crate::proxy) fn left(&self) -> Option<u64> {
+        match self {
+            Self::Length(left) => Some(*left),
+            _ => None,
         }
     }
 

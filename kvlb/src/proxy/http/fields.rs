@@ -113,6 +113,11 @@ impl<'a> Fields<'a> {
         std::str::from_utf8(self.get(name)?).ok()
     }
 
+    /// Bytes of the whole head.
+    pub(in crate::proxy) fn bytes(self) -> usize {
+        self.head.len()
+    }
+
     /// Names and values.
     pub fn iter(self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
         self.lines.iter().map(move |line| (&self.head[line.name.range()], &self.head[line.value.range()]))

@@ -9,12 +9,12 @@ mod fields;
 mod reply;
 mod request;
 
-pub(super) use answer::{AnswerBody, AnswerError, AnswerHead, Closing, Progress};
+pub(super) use answer::{AnswerBody, AnswerError, AnswerHead, Closing};
 pub(super) use chunked::{ChunkError, Chunked, FINAL_CHUNK, size_line};
 pub use fields::Fields;
 pub use reply::Reply;
-pub use request::{Framing, Head, Refusal};
 pub(super) use request::{Forward, HeadScan};
+pub use request::{Framing, Head, Refusal};
 
 /// Bytes of a head in all (`431`), as the larger of the public proxies' defaults: long prompts in cookies and tokens in
 /// headers were seen at 20 and 60 KB.

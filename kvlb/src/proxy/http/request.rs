@@ -239,7 +239,8 @@ pub(in crate::proxy) struct Forward {
 
 /// Authority and the rest of a target in absolute form.
 fn authority_and_path(target: &str) -> Option<(&str, &str)> {
-    let scheme = target.find("://").filter(|colon| target[..*colon].bytes().all(|byte| byte.is_ascii_alphanumeric()))?;
+    let scheme =
+        target.find("://").filter(|colon| target[..*colon].bytes().all(|byte| byte.is_ascii_alphanumeric()))?;
     let rest = &target[scheme + 3..];
     let end = rest.find(['/', '?']).unwrap_or(rest.len());
     Some((&rest[..end], &rest[end..]))
@@ -270,10 +271,8 @@ impl HeadScan {
                 head(&bytes[..length], method, target, request.version == Some(0), request.headers)
                     .map(|head| Some((head, length)))
             }
-            Ok(httparse::Status::Partial) => refuse_early(&request).map_or(
-                if bytes.len() >= HEAD_MAX { Err(Refusal::HeadTooLarge) } else { Ok(None) },
-                Err,
-            ),
+            Ok(httparse::Status::Partial) => refuse_early(&request)
+                .map_or(if bytes.len() >= HEAD_MAX { Err(Refusal::HeadTooLarge) } else { Ok(None) }, Err),
             Err(error) => Err(refusal(error)),
         }
     }
@@ -365,7 +364,8 @@ fn check_host(fields: Fields<'_>, http_1_0: bool) -> Result<(), Refusal> {
 /// default) go on in HTTP/1.1. Any other protocol could not be relayed, and its client would not go on without it.
 fn check_upgrade(fields: Fields<'_>) -> Result<(), Refusal> {
     let asked = fields.list(Kind::Connection).any(|member| member.eq_ignore_ascii_case(b"upgrade"));
-    let passable = |protocol: &[u8]| protocol.eq_ignore_ascii_case(b"h2c") || protocol.to_ascii_lowercase().starts_with(b"http/");
+    let passable =
+        |protocol: &[u8]| protocol.eq_ignore_ascii_case(b"h2c") || protocol.to_ascii_lowercase().starts_with(b"http/");
     let foreign = fields.list(Kind::Upgrade).any(|protocol| !passable(protocol));
     if asked && foreign { Err(Refusal::Upgrade) } else { Ok(()) }
 }
@@ -522,7 +522,10 @@ mod tests {
         let long = format!("{} / HTTP/1.1\r\nHost: a\r\n\r\n", "X".repeat(METHOD_MAX + 1));
         assert_eq!(parse(&long).map(|_head| ()), Err(Refusal::MethodTooLong));
         assert_eq!(parse("GET / HTTP/1.1\r\n\r\n").map(|_head| ()), Err(Refusal::Host));
-        assert_eq!(parse("POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n").map(|_head| ()), Err(Refusal::Coding));
+        assert_eq!(
+            parse("POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n").map(|_head| ()),
+            Err(Refusal::Coding)
+        );
     }
 
     #[test]

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use prometheus::Histogram;
 
 use crate::clock;
-use crate::contract::KeyEra;
 use crate::fleet::{ExactMode, Limits, Rule};
 use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
@@ -55,37 +54,13 @@ impl Desk {
 
     /// Names the prompt's blocks for the rule that serves it.
     fn name(&self, service: &Service, prompt: Result<&Prompt, Miss>, watch: &mut StopWatch<'_>) -> Result<Named, Miss> {
-        let asked = prompt.ok().and_then(|prompt| prompt.model.as_deref());
-        let own = service.rule().key.model.as_deref();
-        if asked.is_some_and(|asked| service.lists_adapter(asked)) && service.rule().kv.mode != ExactMode::Off {
-            // An adapter's blocks carry its name and path; until those are known its requests must not pass for the base model's.
-            return Err(Miss::because(Reason::Hashes, "lora"));
-        }
-        let found = own.or(asked).map_or(Err("not_staged"), |model| self.state.tokenizers.find(model));
-        let tokenizer: Result<&Tokenizer, &'static str> = found.as_deref().map_err(|why| *why);
-        let limits = tokenize::Limits {
-            max_tokens: self.state.config().max_tokens,
-            max_model_len: None,
-            // Engines run in containers, and those in UTC.
-            now: Some(tokenize::WallTime::from_seconds(clock::unix_seconds())),
-        };
-        let named = router::name(&service.ready, prompt, tokenizer, &limits, service.era(), &mut |step| watch.lap(step));
-        if self.hash_debug && let (Ok(named), Ok(prompt)) = (&named, prompt) {
-            self.show_hashes(service, named, prompt);
+        let named = name_blocks(&self.state, service, prompt, &mut |step| watch.lap(step));
+        if self.hash_debug
+            && let (Ok(named), Ok(prompt)) = (&named, prompt)
+        {
+            show_hashes(service, named, prompt);
         }
         named
-    }
-
-    /// `LLB_KV_HASH_DEBUG`: one line a block, with its name and the bytes that were hashed.
-    fn show_hashes(&self, service: &Service, named: &Named, prompt: &Prompt) {
-        let era: KeyEra = service.era();
-        for (number, of_prompt) in named.prompts.iter().enumerate() {
-            let extra = router::extra(prompt);
-            let Ok(blocks) = service.ready.hasher.explain(&of_prompt.token_ids, &extra, era) else { continue };
-            for (block, shown) in blocks.iter().enumerate() {
-                tracing::info!(prompt = number, block, hash = %shown.name, cbor = %Hex(&shown.input), "block hash");
-            }
-        }
     }
 
     fn call(&self, request: &Request, service: Arc<Service>, named: Result<Named, Miss>, weight: u32) -> Errand {
@@ -100,6 +75,54 @@ impl Desk {
             counts: asks,
             began: clock::now(),
             choose: self.steps[Step::Choose as usize].clone(),
+        }
+    }
+}
+
+/// Names the blocks of a request that `service` serves, as the data path would.
+pub(super) fn name_for(
+    state: &State,
+    service: &Service,
+    path: &str,
+    model: Option<&str>,
+    body: &[u8],
+) -> Result<Named, Miss> {
+    let request = openai::Request { method: "POST", path, model_header: model, body };
+    let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
+    name_blocks(state, service, prompt.as_ref().map_err(|miss| *miss), &mut |_step| ())
+}
+
+fn name_blocks(
+    state: &State,
+    service: &Service,
+    prompt: Result<&Prompt, Miss>,
+    lap: &mut dyn FnMut(Step),
+) -> Result<Named, Miss> {
+    let asked = prompt.ok().and_then(|prompt| prompt.model.as_deref());
+    let own = service.rule().key.model.as_deref();
+    if service.rule().kv.mode != ExactMode::Off && asked.is_some_and(|asked| service.lists_adapter(asked)) {
+        // An adapter's blocks carry its name and path; until those are known here its requests must not pass for the
+        // base model's.
+        return Err(Miss::because(Reason::Hashes, "lora"));
+    }
+    let found = own.or(asked).map_or(Err("not_staged"), |model| state.tokenizers.find(model));
+    let tokenizer: Result<&Tokenizer, &'static str> = found.as_deref().map_err(|why| *why);
+    let limits = tokenize::Limits {
+        max_tokens: state.config().max_tokens,
+        max_model_len: None,
+        // Engines run in containers, and those in UTC.
+        now: Some(tokenize::WallTime::from_seconds(clock::unix_seconds())),
+    };
+    router::name(&service.ready, prompt, tokenizer, &limits, service.era(), lap)
+}
+
+/// `LLB_KV_HASH_DEBUG`: one line a block, with its name and the bytes that were hashed.
+fn show_hashes(service: &Service, named: &Named, prompt: &Prompt) {
+    let extra = router::extra(prompt);
+    for (number, of_prompt) in named.prompts.iter().enumerate() {
+        let Ok(blocks) = service.ready.hasher.explain(&of_prompt.token_ids, &extra, service.era()) else { continue };
+        for (block, shown) in blocks.iter().enumerate() {
+            tracing::info!(prompt = number, block, hash = %shown.hash, cbor = %Hex(&shown.input), "block hash");
         }
     }
 }

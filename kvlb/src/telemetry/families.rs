@@ -106,7 +106,13 @@ families! {
     /// Requests that went out on a connection that was open already.
     endpoint_reuses: counter("kvlb_endpoint_reuses_total");
     /// Connections to endpoints that wait for a request.
-    endpoint_idle: gauge("kvlb_endpoint_idle_connections");
+    endpoint_idle: gauges("kvlb_endpoint_idle_connections", ["thread"]);
+    /// Client connections open on a data thread.
+    thread_connections: gauges("kvlb_data_thread_connections", ["thread"]);
+    /// Bytes of all buffers of the data path, in use or kept for use.
+    buffer_bytes: gauge("kvlb_buffer_bytes");
+    /// Connections lost to a panic of ours; any is a bug.
+    panics: counter("kvlb_panics_total");
     /// Time from the end of a request to the first byte of its answer.
     first_byte_seconds: histograms("kvlb_first_byte_seconds", ["tier"], buckets FIRST_BYTE_BUCKETS);
     /// Bytes relayed, by direction.

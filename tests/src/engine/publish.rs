@@ -19,7 +19,7 @@ use super::config::EngineConfig;
 use super::faults::Faults;
 use super::gate::Gate;
 use super::wire::{Encoder, Event};
-use super::zmtp;
+use super::zmtp::{self, Incoming};
 
 /// Sequence number of the end of a replay.
 const REPLAY_END: [u8; 8] = [0xff; 8];
@@ -152,7 +152,7 @@ impl Publisher {
         zmtp::shake_hands(&mut stream, "PUB").await?;
         let (reader, writer) = stream.into_split();
         let (queue, messages) = mpsc::channel(self.hwm);
-        let subscribed = Subscribed { publisher: self, id: self.state().subscribe(queue) };
+        let subscribed = Subscribed { publisher: self, id: self.state().subscribe(queue.clone()), queue };
         tokio::select! {
             ended = subscribed.follow(reader) => ended,
             ended = forward(messages, writer) => ended,
@@ -163,7 +163,13 @@ impl Publisher {
         stream.set_nodelay(true)?;
         zmtp::shake_hands(&mut stream, "ROUTER").await?;
         loop {
-            let request = zmtp::read_message(&mut stream).await?;
+            let request = match zmtp::read(&mut stream).await? {
+                Incoming::Message(request) => request,
+                Incoming::Ping(pong) => {
+                    stream.write_all(&pong).await?;
+                    continue;
+                }
+            };
             // Anything else makes the real engine log an error and go on.
             let [empty, start] = request.as_slice() else { continue };
             let (true, Ok(start)) = (empty.is_empty(), <[u8; 8]>::try_from(start.as_slice())) else { continue };
@@ -246,13 +252,21 @@ impl Subscriber {
 struct Subscribed<'p> {
     publisher: &'p Publisher,
     id: u64,
+    queue: mpsc::Sender<Bytes>,
 }
 
 impl Subscribed<'_> {
     /// Takes subscriptions until the peer goes away.
     async fn follow(&self, mut reader: OwnedReadHalf) -> io::Result<()> {
         loop {
-            let message = zmtp::read_message(&mut reader).await?;
+            let message = match zmtp::read(&mut reader).await? {
+                Incoming::Message(message) => message,
+                Incoming::Ping(pong) => {
+                    // A full queue shows that we are alive as well as a pong does.
+                    drop(self.queue.try_send(pong));
+                    continue;
+                }
+            };
             let mut state = self.publisher.state();
             if let Some(subscriber) = state.subscribers.iter_mut().find(|subscriber| subscriber.id == self.id) {
                 for frame in &message {

@@ -80,25 +80,45 @@ fn put_frame(out: &mut BytesMut, flags: u8, body: &[u8]) {
     out.put_slice(body);
 }
 
-/// The next message of the peer, commands skipped.
+/// What a peer sends after the handshake.
+#[derive(Debug)]
+pub(super) enum Incoming {
+    /// A message of one or more frames.
+    Message(Vec<Vec<u8>>),
+    /// A heartbeat, and the answer it wants.
+    Ping(Bytes),
+}
+
+/// The next message or heartbeat of the peer, other commands skipped.
 ///
 /// # Errors
 /// When the peer goes away or sends more than the bounds above.
-pub(super) async fn read_message<S: AsyncReadExt + Unpin>(stream: &mut S) -> io::Result<Vec<Vec<u8>>> {
+pub(super) async fn read<S: AsyncReadExt + Unpin>(stream: &mut S) -> io::Result<Incoming> {
     let mut frames = Vec::new();
     loop {
         let (flags, body) = read_frame(stream).await?;
         if flags & COMMAND != 0 {
-            continue;
+            match pong(&body) {
+                Some(pong) => return Ok(Incoming::Ping(pong)),
+                None => continue,
+            }
         }
         frames.push(body);
         if flags & MORE == 0 {
-            return Ok(frames);
+            return Ok(Incoming::Message(frames));
         }
         if frames.len() == PEER_FRAMES_MAX {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "too many frames in one message"));
         }
     }
+}
+
+/// The answer to `PING time context`: `PONG context`. libzmq sends it when heartbeats are on, also to a peer of version 3.0.
+fn pong(command: &[u8]) -> Option<Bytes> {
+    let context = command.strip_prefix(b"\x04PING")?.get(2..)?;
+    let mut out = BytesMut::new();
+    put_frame(&mut out, COMMAND, &[b"\x04PONG", context].concat());
+    Some(out.freeze())
 }
 
 async fn read_frame<S: AsyncReadExt + Unpin>(stream: &mut S) -> io::Result<(u8, Vec<u8>)> {

@@ -174,7 +174,10 @@ impl Endpoint {
     }
 }
 
-/// What became of the connections to a VIP, per CPU: value of the map `STATS`, written by the programs.
+/// What became of the look-ups for a VIP, per CPU: value of the map `STATS`, written by the programs.
+///
+/// The kernel looks for a listener once per SYN, so these count connections, and also what looks like a new one: a SYN
+/// that is sent again, a late packet of a connection that is gone.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VipStats {

@@ -11,9 +11,7 @@ use aya::maps::MapError;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The process may not do this.
-    #[error(
-        "no privilege to {what}: run as root or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, or use `--datapath none`"
-    )]
+    #[error("no privilege to {what}: run as root or with CAP_BPF and CAP_NET_ADMIN, or use `--datapath none`")]
     Privileges {
         /// What was refused.
         what: &'static str,
@@ -53,6 +51,9 @@ pub enum Error {
     /// The network namespace of this thread cannot be opened.
     #[error("cannot open this thread's network namespace")]
     Namespace(#[source] io::Error),
+    /// The routing tables cannot be asked.
+    #[error("cannot open a netlink socket")]
+    Netlink(#[source] io::Error),
     /// A map is not there or cannot be read or written.
     #[error("cannot {what} map {map}")]
     Map {
@@ -105,6 +106,21 @@ pub enum Error {
     },
 }
 
+/// The outcome of several steps that are all taken, whatever becomes of each: the first failure.
+#[derive(Debug, Default)]
+pub(super) struct Outcome(Option<Error>);
+
+impl Outcome {
+    /// One step more.
+    pub(super) fn note(&mut self, step: Result<(), Error>) {
+        self.0 = self.0.take().or_else(|| step.err());
+    }
+
+    pub(super) fn finish(self) -> Result<(), Error> {
+        self.0.map_or(Ok(()), Err)
+    }
+}
+
 /// Why loading or attaching failed: a privilege that is missing, else the kernel itself.
 pub(super) fn from_program(error: EbpfError) -> Error {
     match refused(&error) {
@@ -140,6 +156,17 @@ mod tests {
         let io_error = io::Error::from_raw_os_error(code);
         let error = MapError::CreateError { name: "KVLB_VIPS".into(), io_error };
         EbpfError::ProgramError(ProgramError::MapError(error))
+    }
+
+    #[test]
+    fn of_several_failures_the_first_is_told() {
+        let failure = |what| Err(Error::Full { what, wanted: 1, max: 0 });
+        let mut outcome = Outcome::default();
+        for step in [Ok(()), failure("first"), Ok(()), failure("second")] {
+            outcome.note(step);
+        }
+        assert!(matches!(outcome.finish(), Err(Error::Full { what: "first", .. })));
+        assert!(Outcome::default().finish().is_ok());
     }
 
     #[test]

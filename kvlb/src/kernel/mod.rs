@@ -34,6 +34,7 @@ pub use kvlb_common::{ENDPOINTS_MAX, EndpointState, LISTENERS_MAX, VIPS_MAX, Vip
 pub use error::Error;
 pub use log::{DRAIN_INTERVAL, ProgramLog};
 
+use error::Outcome;
 use maps::Maps;
 use pins::PinDir;
 use routes::Routes;
@@ -116,6 +117,7 @@ pub struct VipEndpoint {
 pub struct Kernel {
     table: Table,
     maps: Maps,
+    // Dropped before the pins, which tell a next start what routes there are.
     routes: Routes,
     pins: PinDir,
     log: Option<ProgramLog>,
@@ -127,8 +129,8 @@ impl Kernel {
     /// Loads the program, pins the maps and attaches to the network namespace of the calling thread, to which all routes
     /// of this value belong, too.
     ///
-    /// Mounts the BPF file system at its usual place if the pin directory is there and it is missing. Replaces what a
-    /// crashed predecessor has left in the directory, and takes over the routes it had added.
+    /// Mounts the BPF file system at its usual place if the pin directory is to be there and it is missing. Replaces what
+    /// a crashed predecessor has left in the directory, and takes over the routes it had added.
     ///
     /// # Errors
     /// [`Error::Privileges`], [`Error::NoBpffs`], [`Error::InUse`], [`Error::Program`] and others, each saying what is
@@ -144,8 +146,10 @@ impl Kernel {
         Ok(Self { table: Table::default(), maps, routes, pins, log, ebpf })
     }
 
-    /// Makes these the listeners that VIPs are spread over: one per data thread, each already listening, bound to any
-    /// address (`127.0.0.1:0` will do; for IPv6 VIPs an IPv6 socket that is not IPv6-only, which then takes both).
+    /// Makes these the listeners that VIPs are spread over: one per data thread, each already listening.
+    ///
+    /// Any address will do, so that of loopback: `127.0.0.1:0` takes connections to IPv4 VIPs, `[::ffff:127.0.0.1]:0`
+    /// those of both families (a socket bound to `[::1]` is one of IPv6 only, whatever its options say).
     ///
     /// May be called again: connections find a listener at every moment of the change.
     ///
@@ -176,14 +180,15 @@ impl Kernel {
         let wanted = Wanted::checked(vips)?;
         let addrs: BTreeSet<IpAddr> = wanted.addrs().collect();
         // A route comes after its entries and goes before them, so that whatever a crash leaves is in the map.
-        let gone = self.routes.retain(&addrs);
-        let claimed = self.routes.claim(&addrs);
-        let written = self.table.sync(&wanted, |addr| self.routes.is_ours(addr), &mut self.maps);
-        let added = self.routes.add_claimed();
-        gone.and(claimed).and(written).and(added)
+        let mut outcome = Outcome::default();
+        outcome.note(self.routes.retain(&addrs));
+        outcome.note(self.routes.claim(&addrs));
+        outcome.note(self.table.sync(&wanted, |addr| self.routes.is_ours(addr), &mut self.maps));
+        outcome.note(self.routes.add_claimed());
+        outcome.finish()
     }
 
-    /// The counters of each VIP since it was added, all CPUs together.
+    /// The counters of each VIP since it was added, all CPUs together, in the order of addresses and ports.
     ///
     /// # Errors
     /// [`Error::Map`] when the kernel does not give them.
@@ -212,22 +217,10 @@ impl Kernel {
     /// # Errors
     /// The first thing that could not be removed; the others are.
     pub fn shutdown(mut self) -> Result<(), Error> {
-        self.close()
-    }
-
-    fn close(&mut self) -> Result<(), Error> {
-        let routes = self.routes.retain(&BTreeSet::new());
-        let pins = self.pins.remove();
-        routes.and(pins)
-    }
-}
-
-impl Drop for Kernel {
-    fn drop(&mut self) {
-        // After `shutdown` there is nothing left to do.
-        if let Err(error) = self.close() {
-            tracing::warn!(error = &error as &dyn std::error::Error, "could not clean up in the kernel");
-        }
+        let mut outcome = Outcome::default();
+        outcome.note(self.routes.retain(&BTreeSet::new()));
+        outcome.note(self.pins.remove());
+        outcome.finish()
     }
 }
 

@@ -16,6 +16,7 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
 use super::Error;
+use super::error::Outcome;
 
 /// Where Linux has its BPF file system by convention; the kernel makes the directory, systemd or we mount it.
 const BPFFS: &str = "/sys/fs/bpf";
@@ -41,7 +42,7 @@ impl PinDir {
     /// Makes the directory if it is not there, and locks it.
     ///
     /// # Errors
-    /// [`Error::NoBpffs`], [`Error::InUse`], [`Error::Privileges`], [`Error::Pin`].
+    /// [`Error::NoBpffs`], [`Error::InUse`], [`Error::Pin`].
     pub(super) fn open(path: &Path) -> Result<Self, Error> {
         mount_bpffs(path)?;
         for _ in 0..LOCK_ATTEMPTS {
@@ -92,16 +93,14 @@ impl PinDir {
 
     /// Removes our pins from the directory, whoever made them.
     pub(super) fn clear(&self) -> Result<(), Error> {
-        let mut outcome = Ok(());
+        let mut outcome = Outcome::default();
         for path in PINS.map(|name| self.path.join(name)) {
             match fs::remove_file(&path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    outcome = outcome.and(Err(failed("remove", &path)(error)));
-                }
-                _ => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                removed => outcome.note(removed.map_err(failed("remove", &path))),
             }
         }
-        outcome
+        outcome.finish()
     }
 
     /// Removes the pins, and the directory unless it has other things in it. A second call does nothing.
@@ -156,10 +155,7 @@ fn is_bpffs(path: &Path) -> bool {
 
 fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     let path = path.to_owned();
-    move |source| match source.kind() {
-        io::ErrorKind::PermissionDenied => Error::Privileges { what: "pin maps", source },
-        _ => Error::Pin { what, path, source },
-    }
+    move |source| Error::Pin { what, path, source }
 }
 
 #[cfg(test)]

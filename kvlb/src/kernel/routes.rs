@@ -19,9 +19,10 @@ use rtnetlink::sys::Socket;
 use rtnetlink::sys::protocols::NETLINK_ROUTE;
 
 use super::Error;
+use super::error::Outcome;
 
 /// `proto` of the routes that kvlb adds, as `ip route show table local` prints it: the letter K. Below 128 and in no
-/// one's use (linux/rtnetlink.h, iproute2's rt_protos).
+/// one's use (linux/rtnetlink.h, iproute2's `rt_protos`).
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(75);
 
 /// `RT_TABLE_LOCAL` (linux/rtnetlink.h).
@@ -53,7 +54,7 @@ pub(super) struct Routes {
 impl Routes {
     /// No routes yet, in the network namespace of this thread.
     pub(super) fn open(stale: Vec<IpAddr>) -> Result<Self, Error> {
-        let netlink = Netlink::open().map_err(|source| Error::Privileges { what: "open a netlink socket", source })?;
+        let netlink = Netlink::open().map_err(Error::Netlink)?;
         Ok(Self { netlink, held: BTreeMap::new(), stale: stale.into_iter().collect() })
     }
 
@@ -66,25 +67,25 @@ impl Routes {
     pub(super) fn retain(&mut self, addrs: &BTreeSet<IpAddr>) -> Result<(), Error> {
         let ours = self.held.iter().filter(|(_, hold)| **hold == Hold::Ours).map(|(addr, _)| *addr);
         let gone: Vec<_> = ours.chain(self.stale.iter().copied()).filter(|addr| !addrs.contains(addr)).collect();
-        let mut outcome = Ok(());
+        let mut outcome = Outcome::default();
         for addr in gone {
             match self.netlink.remove(addr) {
                 Ok(()) => {
                     self.held.remove(&addr);
                     self.stale.remove(&addr);
                 }
-                Err(source) => outcome = outcome.and(Err(failed("remove", addr, source))),
+                Err(source) => outcome.note(Err(failed("remove", addr, source))),
             }
         }
         self.held.retain(|addr, hold| *hold == Hold::Ours || addrs.contains(addr));
-        outcome
+        outcome.finish()
     }
 
-    /// Finds out which of `addrs` need a route of ours.
+    /// Finds out which of `addrs` need a route of ours; also those that were local without one the last time.
     pub(super) fn claim(&mut self, addrs: &BTreeSet<IpAddr>) -> Result<(), Error> {
-        let mut outcome = Ok(());
+        let mut outcome = Outcome::default();
         for addr in addrs {
-            if self.held.contains_key(addr) {
+            if self.is_ours(*addr) {
                 continue;
             }
             let hold = match self.netlink.local(*addr) {
@@ -92,18 +93,18 @@ impl Routes {
                 Ok(Some(Owner::Kvlb)) if self.stale.remove(addr) => Hold::Ours,
                 Ok(Some(Owner::Kvlb | Owner::Other)) => Hold::Foreign,
                 Err(source) => {
-                    outcome = outcome.and(Err(failed("look up", *addr, source)));
+                    outcome.note(Err(failed("look up", *addr, source)));
                     continue;
                 }
             };
             self.held.insert(*addr, hold);
         }
-        outcome
+        outcome.finish()
     }
 
     /// Adds the routes that were claimed.
     pub(super) fn add_claimed(&mut self) -> Result<(), Error> {
-        let mut outcome = Ok(());
+        let mut outcome = Outcome::default();
         for (addr, hold) in self.held.iter_mut().filter(|(_, hold)| **hold == Hold::Claimed) {
             match self.netlink.add(*addr) {
                 Ok(()) => {
@@ -112,10 +113,18 @@ impl Routes {
                 }
                 // Someone was faster: it is local, and not by us.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => *hold = Hold::Foreign,
-                Err(source) => outcome = outcome.and(Err(failed("add", *addr, source))),
+                Err(source) => outcome.note(Err(failed("add", *addr, source))),
             }
         }
-        outcome
+        outcome.finish()
+    }
+}
+
+impl Drop for Routes {
+    fn drop(&mut self) {
+        if let Err(error) = self.retain(&BTreeSet::new()) {
+            tracing::warn!(error = &error as &dyn std::error::Error, "could not remove local routes");
+        }
     }
 }
 

@@ -73,12 +73,11 @@ mod tests {
             let mut slots = Slots::new(100);
             let mut held: Vec<(u32, u32)> = Vec::new();
             for (turn, len) in lens.into_iter().enumerate() {
-                match slots.take(len) {
-                    Some(start) => held.push((start, len)),
-                    None => {
-                        let (start, len) = held.swap_remove(turn % held.len());
-                        slots.give(start, len);
-                    }
+                if let Some(start) = slots.take(len) {
+                    held.push((start, len));
+                } else {
+                    let (start, len) = held.swap_remove(turn % held.len());
+                    slots.give(start, len);
                 }
                 let mut used = [false; 100];
                 for index in held.iter().flat_map(|(start, len)| *start..start + len) {

@@ -11,6 +11,7 @@ use kvlb_common::{
     ENDPOINTS_MAX, Endpoint, EndpointState, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey, addr_bytes,
 };
 
+use super::error::Outcome;
 use super::slots::Slots;
 use super::{Error, NoEndpoint, Phase, Vip, VipEndpoint};
 
@@ -107,15 +108,15 @@ impl Table {
     ) -> Result<(), Error> {
         let gone: Vec<_> = self.vips.keys().filter(|at| !wanted.0.contains_key(at)).copied().collect();
         // What goes makes room for what comes.
-        let mut outcome = Ok(());
+        let mut outcome = Outcome::default();
         for at in gone {
-            outcome = outcome.and(self.remove(at, sink));
+            outcome.note(self.remove(at, sink));
         }
         for (at, vip) in &wanted.0 {
-            outcome = outcome.and(self.write(*at, vip, routed(at.ip()), sink));
+            outcome.note(self.write(*at, vip, routed(at.ip()), sink));
         }
         self.check_invariants();
-        outcome
+        outcome.finish()
     }
 
     /// How many listeners VIPs are spread over.
@@ -129,16 +130,16 @@ impl Table {
     /// When a VIP cannot be written; it then keeps the old number, and the others have the new one.
     pub(super) fn set_workers(&mut self, workers: u32, sink: &mut impl Sink) -> Result<(), Error> {
         self.workers = workers;
-        let mut outcome = Ok(());
+        let mut outcome = Outcome::default();
         for (at, row) in self.vips.iter_mut().filter(|(_, row)| row.info.workers != workers) {
             let info = VipInfo { workers, ..row.info };
             let written = sink.set_vip(&key(*at), &info);
             if written.is_ok() {
                 row.info = info;
             }
-            outcome = outcome.and(written);
+            outcome.note(written);
         }
-        outcome
+        outcome.finish()
     }
 
     /// The index of each VIP's counters.
@@ -238,11 +239,11 @@ impl Table {
         let Some(run) = unused.then(|| self.runs.remove(key)).flatten() else { return Ok(()) };
         let len = u32::try_from(run.endpoints.len()).unwrap_or(u32::MAX);
         self.slots.give(run.base, len);
-        let mut outcome = Ok(());
+        let mut outcome = Outcome::default();
         for slot in run.base..run.base + len {
-            outcome = outcome.and(sink.set_endpoint(slot, &Endpoint::default()));
+            outcome.note(sink.set_endpoint(slot, &Endpoint::default()));
         }
-        outcome
+        outcome.finish()
     }
 
     /// The index of the VIP's counters; of fresh ones, all zero, for a VIP that is not there yet.

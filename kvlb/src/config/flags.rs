@@ -1,5 +1,7 @@
 //! The flags of `kvlb up` and of the client commands.
 
+#![expect(clippy::doc_markdown, reason = "these comments are help texts")]
+
 use std::path::PathBuf;
 
 use clap::Args;

@@ -104,7 +104,7 @@ impl Config {
         let both = Both { env };
         let path = |flag: Option<&Path>, variable, default: &str| both.path(flag, variable, default);
         Ok(Self {
-            api: both.text("--api", flags.api.as_ref(), "KVLB_API")?.map_or(Ok(api_default()), |s| api(&s))?,
+            api: both.text("--api", flags.api.as_ref(), "KVLB_API")?.map_or_else(|| Ok(api_default()), |s| api(&s))?,
             state_dir: state_dir(flags, &both)?,
             tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", "/etc/loxilb/tokenizers")?,
             datapath: both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?,
@@ -180,7 +180,7 @@ impl<'e> Both<'e> {
         variable: &'static str,
         words: &[(&str, T)],
     ) -> Result<T, ConfigError> {
-        self.text(flag, given, variable)?.map_or(Ok(T::default()), |setting| setting.word(words))
+        self.text(flag, given, variable)?.map_or_else(|| Ok(T::default()), |setting| setting.word(words))
     }
 
     fn path(&self, given: Option<&Path>, variable: &'static str, default: &str) -> Result<PathBuf, ConfigError> {
@@ -300,7 +300,7 @@ impl Client {
         let both = Both { env };
         let host = both.text("--apiserver", flags.apiserver.as_ref(), "KVLB_APISERVER")?;
         let port = both.text("--port", flags.port.as_ref(), "KVLB_APIPORT")?;
-        let port = port.map_or(Ok(API_PORT.into()), |setting| setting.number(1, 65_535))?;
+        let port = port.map_or_else(|| Ok(API_PORT.into()), |setting| setting.number(1, 65_535))?;
         let host = host.map_or_else(|| Ok("127.0.0.1".to_owned()), |setting| api_host(&setting))?;
         if flags.protocol.as_deref() == Some("https") {
             let setting = Setting { name: "--protocol", value: "https" };

@@ -2,10 +2,12 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
 use super::desk;
+use crate::clock;
 use crate::control::Live;
 use crate::control::live::{
     CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request,
@@ -13,7 +15,11 @@ use crate::control::live::{
 use crate::fleet::RuleId;
 use crate::kernel::Kernel;
 use crate::router::{self, Overlap, View as _};
+use crate::state::kv::EndpointKv;
 use crate::state::{self, Service, State};
+
+/// How blocks are named here: as the engine names them.
+const KEYING: &str = "parity";
 
 /// kvlb's state, as the API reads it.
 pub(super) struct LiveState {
@@ -41,7 +47,7 @@ impl LiveState {
         for (vip, counts) in stats {
             let vip = vip.to_string();
             metrics.steered.with_label_values(&[vip.as_str()]).inc_by(counts.steered);
-            metrics.not_steered.with_label_values(&[vip.as_str()]).inc_by(counts.refused + counts.missed);
+            metrics.not_steered.with_label_values(&[vip.as_str()]).inc_by(counts.refused + counts.no_listener);
         }
     }
 }
@@ -61,14 +67,14 @@ impl Live for LiveState {
             requests: endpoint.meters.requests(),
             bytes: endpoint.meters.bytes(),
             load: endpoint.meters.load(),
-            kv: endpoint.kv.as_ref().map(|kv| kv_view(&kv.status())),
+            kv: endpoint.kv.as_ref().map(|kv| kv_view(kv)),
         })
     }
 
     fn inventory(&self, rule: RuleId, position: usize) -> Option<Inventory> {
         let service = self.service(rule)?;
         let kv = service.endpoints.get(position)?.kv.as_ref()?;
-        Some(Inventory { names: kv.names(), keying: "parity" })
+        Some(Inventory { names: kv.names(), keying: KEYING })
     }
 
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
@@ -110,18 +116,19 @@ impl Live for LiveState {
     }
 }
 
-fn kv_view(status: &state::kv::Status) -> KvView {
+fn kv_view(kv: &EndpointKv) -> KvView {
+    let status = kv.status(clock::now());
     KvView {
         contract: status.contract.label().to_owned(),
         leg: status.contract.leg().map(|leg| leg.label().to_owned()),
         detail: status.contract.detail().map(str::to_owned),
-        keying: "parity".to_owned(),
-        blocks: status.blocks,
+        keying: KEYING.to_owned(),
+        blocks: status.blocks as u64,
         connected: status.connected,
         replay: status.replay.label().to_owned(),
         sequence: status.sequence.map(|seq| seq.0),
         last_event_age_ms: status.last_event_age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
-        gaps: status.gaps,
-        restarts: status.restarts,
+        gaps: kv.counters.gaps.load(Ordering::Relaxed),
+        restarts: kv.counters.restarts.load(Ordering::Relaxed),
     }
 }

@@ -119,7 +119,7 @@ impl Parts {
             Some(kernel) => {
                 let program_log = kernel.lock().take_log();
                 if let Some(log) = program_log {
-                    tasks.spawn(steer::drain_log(log));
+                    tasks.spawn(log.drain());
                 }
                 tasks.spawn(steer::keep_steering(Arc::clone(kernel), Arc::clone(&state), config.drain_timeout));
             }

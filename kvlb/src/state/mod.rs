@@ -26,6 +26,7 @@ pub use table::{Endpoint, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers};
 
 use crate::clock;
+use crate::contract::attest::Attestor;
 use crate::contract::{Hasher, NoneSeed};
 use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
@@ -154,11 +155,7 @@ impl State {
         // Names of another contract mean nothing: a change of it starts an empty index.
         let kept = old.filter(|old| same_contract(old.rule(), rule));
         let index = kept.map_or_else(|| Arc::new(index::Index::new(self.index_config())), |old| Arc::clone(&old.index));
-        let endpoints: Vec<_> =
-            rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
-        if let Some(kept) = kept {
-            forget_removed(kept, &endpoints);
-        }
+        let endpoints = rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
         Service {
             ready: router::Service {
                 rule: Arc::clone(rule),
@@ -189,10 +186,8 @@ impl State {
         );
         let kv = table::subscribes(rule, spec.role).then(|| {
             kept.and_then(find).and_then(|old| old.kv).unwrap_or_else(|| {
-                Arc::new(kv::EndpointKv::new(
-                    Arc::clone(index),
-                    kv::Expect { algo: rule.kv.algo, seed: self.config.none_seed.clone(), block_size: rule.kv.block_size },
-                ))
+                let attestor = Attestor::new(rule.kv.algo, self.config.none_seed.clone(), rule.kv.block_size);
+                Arc::new(kv::EndpointKv::new(Arc::clone(index), attestor))
             })
         });
         let endpoint = Endpoint { spec: spec.clone(), meters, kv };
@@ -220,19 +215,4 @@ impl State {
 fn same_contract(old: &Rule, new: &Rule) -> bool {
     let contract = |rule: &Rule| (rule.kv.mode == ExactMode::Off, rule.kv.algo, rule.kv.block_size, rule.kv.engine);
     contract(old) == contract(new) && old.kv.zmq_port == new.kv.zmq_port && old.kv.replay_port == new.kv.replay_port
-}
-
-/// Drops the inventories of endpoints that the new version does not list.
-fn forget_removed(old: &Service, endpoints: &[Endpoint]) {
-    for gone in &old.endpoints {
-        let stays = |endpoint: &Endpoint| match (&endpoint.kv, &gone.kv) {
-            (Some(kept), Some(gone)) => Arc::ptr_eq(kept, gone),
-            _ => false,
-        };
-        if let Some(kv) = &gone.kv
-            && !endpoints.iter().any(stays)
-        {
-            kv.remove();
-        }
-    }
 }

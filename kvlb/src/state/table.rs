@@ -140,7 +140,8 @@ impl Service {
 
     /// The way in which extra keys enter block names, as the endpoints' events show it.
     pub fn era(&self) -> KeyEra {
-        self.endpoints.iter().find_map(|endpoint| endpoint.kv.as_ref()?.era()).unwrap_or_default()
+        let untagged = |endpoint: &Endpoint| endpoint.kv.as_ref().is_some_and(|kv| kv.era() == KeyEra::Untagged);
+        if self.endpoints.iter().any(untagged) { KeyEra::Untagged } else { KeyEra::Tagged }
     }
 
     /// Whether any endpoint may take a new request.
@@ -198,15 +199,9 @@ impl View for Service {
         self.index.overlaps(names, &mut by_slot);
         for (held, endpoint) in overlaps.iter_mut().zip(&self.endpoints) {
             let Some(kv) = &endpoint.kv else { continue };
-            // Ranks of one endpoint are separate caches: the best of them is what the endpoint can give.
-            let best = by_slot
-                .iter()
-                .filter(|slot| kv.owns(slot.slot))
-                .map(|slot| Overlap { depth: slot.depth, count: slot.count })
-                .max_by_key(|overlap| (overlap.depth, overlap.count))
-                .unwrap_or_default();
-            held.depth += best.depth;
-            held.count += best.count;
+            let (depth, count) = kv.overlap(&by_slot);
+            held.depth += depth;
+            held.count += count;
         }
     }
 

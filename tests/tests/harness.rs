@@ -1,7 +1,5 @@
 //! The harness's handle on a daemon, tried on a stand-in: it must be as good at failing as at starting.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on says so")]
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

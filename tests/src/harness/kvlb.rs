@@ -74,12 +74,20 @@ impl Kvlb {
     /// # Errors
     /// When the program is missing, ends while starting, or does not answer in time; the error carries the end of its log.
     pub async fn start(config: KvlbConfig) -> anyhow::Result<Self> {
+        Self::start_program(&binary("kvlb")?, config).await
+    }
+
+    /// The same with the program at a given place.
+    ///
+    /// # Errors
+    /// As [`Kvlb::start`].
+    pub async fn start_program(program: &Path, config: KvlbConfig) -> anyhow::Result<Self> {
         let dir = temp_dir()?;
         let api = match config.value_of("--api") {
             Some(api) => api.parse().with_context(|| format!("read --api {api}"))?,
             None => SocketAddr::from(([127, 0, 0, 1], free_port()?)),
         };
-        let mut command = Command::new(binary("kvlb")?);
+        let mut command = Command::new(program);
         command.arg("up").args(&config.args).envs(config.env.iter().cloned());
         if config.value_of("--api").is_none() {
             command.args(["--api", &api.to_string()]);
@@ -91,7 +99,7 @@ impl Kvlb {
         command.stdin(Stdio::null()).stdout(log.try_clone().context("share the log file")?).stderr(log);
         let child = match &config.netns {
             Some(netns) => netns.spawn(&mut command)?,
-            None => command.spawn().context("start kvlb")?,
+            None => command.spawn().with_context(|| format!("start {}", program.display()))?,
         };
         let mut kvlb = Self { child, api, netns: config.netns, dir };
         kvlb.wait_for_api().await?;

@@ -6,7 +6,8 @@ mod ebpf;
 mod run;
 mod setup;
 
-use anyhow::Result;
+use std::process::ExitCode;
+
 use clap::{Parser, Subcommand};
 
 /// The chores of kvlb's workspace.
@@ -25,9 +26,17 @@ enum Chore {
     Setup(setup::Args),
 }
 
-fn main() -> Result<()> {
-    match Args::parse().chore {
+fn main() -> ExitCode {
+    let outcome = match Args::parse().chore {
         Chore::BuildEbpf(args) => ebpf::run(&args),
         Chore::Setup(args) => setup::run(&args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        // The chain of causes says where a chore failed; a backtrace only hides it.
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }

@@ -8,7 +8,8 @@ mod run;
 mod setup;
 mod test;
 
-use anyhow::Result;
+use std::process::ExitCode;
+
 use clap::{Parser, Subcommand};
 
 /// The chores of kvlb's workspace.
@@ -31,11 +32,22 @@ enum Chore {
     Test(test::Args),
 }
 
-fn main() -> Result<()> {
-    match Args::parse().chore {
+fn main() -> ExitCode {
+    let outcome = match Args::parse().chore {
         Chore::BuildEbpf(args) => ebpf::run(&args),
         Chore::Demo(args) => demo::run(&args),
         Chore::Setup(args) => setup::run(&args),
+<<<<<<< HEAD
         Chore::Test(args) => test::run(&args),
+=======
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        // The chain of causes says where a chore failed; a backtrace only hides it.
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+>>>>>>> kernel
     }
 }

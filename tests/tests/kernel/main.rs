@@ -398,14 +398,21 @@ fn one_process_holds_a_pin_directory_and_another_runs_beside_it_in_its_own() {
         let (one, two) = (listen("127.0.0.1:0"), listen("127.0.0.1:0"));
         first.set_listeners(&[one.as_fd()]).unwrap();
         second.set_listeners(&[two.as_fd()]).unwrap();
+        let seconds = [vip("10.98.0.2", 80, &[]), vip(VIP, 81, &[])];
         first.sync(&[vip(VIP, 80, &[])]).unwrap();
-        second.sync(&[vip("10.98.0.2", 80, &[])]).unwrap();
+        second.sync(&seconds).unwrap();
         let _streams = (TcpStream::connect((VIP, 80)).unwrap(), TcpStream::connect(("10.98.0.2", 80)).unwrap());
         assert_eq!(accept(&one).0.local_addr().unwrap(), at(VIP, 80));
         assert_eq!(accept(&two).0.local_addr().unwrap(), at("10.98.0.2", 80));
+        let _stream = TcpStream::connect((VIP, 81)).unwrap();
+        assert_eq!(accept(&two).0.local_addr().unwrap(), at(VIP, 81));
+
         first.shutdown().unwrap();
         assert!(TcpStream::connect(("10.98.0.2", 80)).is_ok());
         assert!(beside.join("VIPS").exists());
+        // The address that both served was routed by the one that stopped.
+        second.sync(&seconds).unwrap();
+        assert!(TcpStream::connect((VIP, 81)).is_ok());
         second.shutdown().unwrap();
         assert!(!beside.exists());
     });

@@ -22,6 +22,8 @@ pub(super) struct Reading {
     pub(super) format: ContentFormat,
     /// A construct whose meaning here may silently differ from Jinja2's.
     pub(super) doubt: Option<&'static str>,
+    /// The same, for chats with tools or other objects of the client's making.
+    pub(super) doubt_with_objects: Option<&'static str>,
 }
 
 /// Reads the template `source`.
@@ -33,7 +35,7 @@ pub(super) fn read(source: &str) -> Result<Reading, minijinja::Error> {
     let nodes = Nodes::of(&root);
     // A tree that the engine's detection stumbles over counts as text there.
     let format = if nodes.iterates_content().unwrap_or(false) { ContentFormat::Parts } else { ContentFormat::Text };
-    Ok(Reading { format, doubt: nodes.doubt() })
+    Ok(Reading { format, doubt: nodes.doubt, doubt_with_objects: nodes.doubt_with_objects })
 }
 
 /// The engine's detection gives up: an assignment or a loop whose target is not a plain name.
@@ -48,6 +50,7 @@ struct Nodes<'t, 's> {
     macros: Vec<&'t Macro<'s>>,
     calls: Vec<&'t Call<'s>>,
     doubt: Option<&'static str>,
+    doubt_with_objects: Option<&'static str>,
     /// Loops inside a macro, with that macro.
     macro_loops: Vec<(&'t ForLoop<'s>, &'t Macro<'s>)>,
     /// The macros around the place being walked.
@@ -59,10 +62,6 @@ impl<'t, 's> Nodes<'t, 's> {
         let mut nodes = Self::default();
         nodes.statement(root);
         nodes
-    }
-
-    fn doubt(&self) -> Option<&'static str> {
-        self.doubt
     }
 
     fn doubtful(&mut self, what: &'static str) {
@@ -228,8 +227,15 @@ impl<'t, 's> Nodes<'t, 's> {
         }
     }
 
+    fn key(&mut self, key: &str) {
+        if DICT_METHODS.contains(&key) {
+            self.doubt_with_objects.get_or_insert("a method's name as a key");
+        }
+    }
+
     fn expression(&mut self, expr: &'t Expr<'s>) {
         match expr {
+            Expr::Var(node) if GLOBALS.contains(&node.id) => self.doubtful("a global of Jinja2"),
             Expr::Var(_) | Expr::Const(_) => {}
             Expr::Slice(node) => {
                 self.expression(&node.expr);
@@ -258,12 +264,13 @@ impl<'t, 's> Nodes<'t, 's> {
                 self.arguments(&node.args);
             }
             Expr::GetAttr(node) => {
-                if DICT_METHODS.contains(&node.name) {
-                    self.doubtful("a method's name as an attribute");
-                }
+                self.key(node.name);
                 self.expression(&node.expr);
             }
             Expr::GetItem(node) => {
+                if let Expr::Const(constant) = &node.subscript_expr {
+                    self.key(constant.value.as_str().unwrap_or_default());
+                }
                 self.expression(&node.expr);
                 self.expression(&node.subscript_expr);
             }
@@ -278,7 +285,11 @@ impl<'t, 's> Nodes<'t, 's> {
     }
 }
 
-/// `x.items` is the method in Jinja2, whatever keys `x` has; here it would be the key.
+/// Globals of Jinja2 that are not defined here.
+const GLOBALS: [&str; 4] = ["cycler", "joiner", "lipsum", "self"];
+
+/// `x.items` is the method in Jinja2, whatever keys `x` has, and so is `x['items']` where it has no such key. Here both
+/// are the key. Objects that only the engine makes (messages, their parts) have no such keys.
 const DICT_METHODS: [&str; 11] =
     ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
 
@@ -351,10 +362,17 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_a_method_s_name_is_doubtful_unless_called() {
-        assert!(read("{{ x.items }}").unwrap().doubt.is_some());
-        assert!(read("{{ x.items() }}").unwrap().doubt.is_none());
-        assert!(read("{{ x['items'] }}").unwrap().doubt.is_none());
-        assert!(read("{% autoescape true %}{% endautoescape %}").unwrap().doubt.is_some());
+    fn a_method_s_name_as_a_key_is_doubtful_unless_called() {
+        let doubt = |source: &str| read(source).unwrap().doubt_with_objects;
+        assert!(doubt("{{ x.items }}").is_some());
+        assert!(doubt("{{ x['items'] }}").is_some());
+        assert!(doubt("{{ x.items() }}{{ 'items' in x }}{{ x.get('items') }}").is_none());
+    }
+
+    #[test]
+    fn what_the_engine_knows_and_this_does_not_is_doubtful() {
+        for source in ["{{ joiner('x') }}", "{% autoescape true %}{% endautoescape %}", "{% include 'x' %}"] {
+            assert!(read(source).unwrap().doubt.is_some(), "{source}");
+        }
     }
 }

@@ -60,6 +60,9 @@ impl Template {
         if chat.continue_final_message && chat.add_generation_prompt {
             return Err(Miss::Rejected);
         }
+        if self.reading.doubt_with_objects.is_some() && has_objects(chat) {
+            return Err(Miss::Template);
+        }
         let knows_developers = self.source.contains("\"developer\"") || self.source.contains("'developer'");
         let mut turns = conversation::turns(&chat.messages, self.reading.format, knows_developers);
         let open = if chat.continue_final_message { Some(open_end(&mut turns)?) } else { None };
@@ -74,8 +77,12 @@ impl Template {
 
     fn fill(&self, variables: Dict) -> Result<String, Miss> {
         let template = self.environment.get_template(NAME).map_err(|error| why(&error))?;
-        let text = template.render(Value::from(variables)).map_err(|error| why(&error))?;
-        if text.contains(value::POISON) { Err(Miss::Template) } else { Ok(text) }
+        let (text, printed) = value::watching_containers(|| template.render(Value::from(variables)));
+        match text {
+            Ok(_) if printed => Err(Miss::Template),
+            Ok(text) => Ok(text),
+            Err(error) => Err(why(&error)),
+        }
     }
 }
 
@@ -168,6 +175,16 @@ fn tools(tools: Option<&[Json]>) -> Option<Value> {
         None => Some(Value::from(())),
         Some(tools) => tools.iter().map(value::value).collect::<Option<_>>().map(value::list),
     }
+}
+
+/// Whether a template can see objects that the client made up.
+fn has_objects(chat: &Chat) -> bool {
+    let is_container = |json: &Json| matches!(json, Json::List(_) | Json::Map(_));
+    chat.tools.is_some()
+        || chat.documents.is_some()
+        || chat.messages.iter().any(|message| message.tool_calls.is_some())
+        || chat.messages.iter().flat_map(|message| &message.content).any(|part| !part.extra.is_empty())
+        || chat.template_kwargs.iter().any(|(_, json)| is_container(json))
 }
 
 /// What a failed rendering means.

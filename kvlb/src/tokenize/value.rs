@@ -1,5 +1,6 @@
 //! JSON as the values that a chat template sees, and back to JSON as Python writes it.
 
+use std::cell::Cell;
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
@@ -8,11 +9,20 @@ use minijinja::{Error, ErrorKind, Value};
 
 use crate::openai::Json;
 
-/// What a list or an object prints as, where a template glues it to text.
-///
-/// Python prints its own notation there. Nothing here imitates it; a rendering that holds this mark is refused. (The
-/// characters are no characters by Unicode's own word, so text does not hold them by chance.)
-pub(super) const POISON: &str = "\u{fdd0}container\u{fdd1}";
+thread_local! {
+    /// Whether a list or an object has printed itself during the rendering that runs on this thread.
+    ///
+    /// Python prints its own notation where a template glues a container to text. Nothing here imitates it, and the place
+    /// where it happens cannot report an error; so it is noted, and the rendering is refused.
+    static PRINTED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `render`, and says whether a container printed itself meanwhile.
+pub(super) fn watching_containers<T>(render: impl FnOnce() -> T) -> (T, bool) {
+    PRINTED.set(false);
+    let rendered = render();
+    (rendered, PRINTED.get())
+}
 
 /// The value of `json`; `None` where Python and the template engine print a number differently.
 pub(super) fn value(json: &Json) -> Option<Value> {
@@ -63,7 +73,8 @@ impl Object for List {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(POISON)
+        PRINTED.set(true);
+        f.write_str("container")
     }
 }
 
@@ -109,7 +120,8 @@ impl Object for Dict {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(POISON)
+        PRINTED.set(true);
+        f.write_str("container")
     }
 }
 
@@ -303,7 +315,9 @@ mod tests {
     }
 
     #[test]
-    fn containers_glued_to_text_leave_a_mark() {
-        assert!(format!("{}{}", read("[1]"), read("{}")).contains(POISON));
+    fn a_container_that_prints_itself_is_noticed() {
+        assert!(watching_containers(|| format!("{}", read("[1]"))).1);
+        assert!(watching_containers(|| format!("{}", read("{}"))).1);
+        assert!(!watching_containers(|| dumps(&read("[{}]"), &Style::default())).1);
     }
 }

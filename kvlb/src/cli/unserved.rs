@@ -25,7 +25,7 @@ const FLAGS: [(&str, bool, &str); 48] = [
     ("sockmap-mode", VALUE, "splicing is not served yet"),
     ("api-key-auth", SWITCH, "API keys belong to a gateway in front"),
     ("connection-limit", VALUE, "connections are not limited per rule yet"),
-    ("session-header-name", VALUE, "use X-Conversation-Id, or --select=persist"),
+    ("session-header-name", VALUE, "use --select=persist, which keeps a client where it is"),
     ("chwbl-hash-level", VALUE, RING),
     ("chwbl-hash-flags", VALUE, RING),
     ("chwbl-load-factor", VALUE, RING),

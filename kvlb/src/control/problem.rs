@@ -318,4 +318,15 @@ mod tests {
         assert_eq!(too_many("kvlb").status(), 409);
         assert_eq!(too_many("rule").status(), 400);
     }
+
+    #[test]
+    fn the_documentation_names_every_code() {
+        let (docs, source) = (include_str!("../../../docs/rest.md"), include_str!("problem.rs"));
+        let codes = source.split("=> \"").skip(1).filter_map(|rest| rest.split_once("\",\n")).map(|(code, _)| code);
+        let codes: Vec<_> = codes.filter(|code| code.bytes().all(|b| b.is_ascii_lowercase() || b == b'_')).collect();
+        assert!(codes.len() > 30, "{codes:?}");
+        for code in codes {
+            assert!(docs.contains(&format!("| `{code}` |")), "docs/rest.md does not name {code}");
+        }
+    }
 }

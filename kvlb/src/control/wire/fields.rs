@@ -153,7 +153,7 @@ pub(crate) const SERVICE: &[Field] = &[
     not_yet("noEndpoint", Text, "the answer is 503"),
     not_yet("vipRouted", Bool, "kvlb routes the VIP itself"),
     not_yet("security", Whole(0, i64::MAX), TLS),
-    not_yet("session_header_name", Text, "use X-Conversation-Id, or sel 3"),
+    not_yet("session_header_name", Text, "use sel 3, which keeps a client where it is"),
     neutral(refused("backend_protocol", Text, "endpoints are spoken to in HTTP/1.1"), "\"http1\""),
     refused("privateIP", Text, "a proxy does not translate addresses"),
     refused("bgp", Bool, "kvlb announces no routes"),
@@ -450,6 +450,47 @@ mod tests {
     fn a_long_value_is_shown_by_its_beginning() {
         let text = text_of(&json!({"privateIP": "é".repeat(500)}), SERVICE, "");
         assert!(text.chars().count() < 160, "{text}");
+    }
+
+    /// A table as `docs/rest.md` shows it.
+    fn markdown(fields: &[Field]) -> String {
+        let row = |f: &Field| {
+            let word = match f.part {
+                Part::Served => "served",
+                Part::Stored => "stored",
+                Part::ReadOnly => "read-only",
+                Part::Refused => "refused",
+                Part::NotYet => "not yet",
+            };
+            let kind = match f.kind {
+                Kind::Text => "text".to_owned(),
+                Kind::Bool => "bool".to_owned(),
+                Kind::Whole(first, i64::MAX) => format!("int, {first} and more"),
+                Kind::Whole(first, last) => format!("int, {first} to {last}"),
+                Kind::List => "list".to_owned(),
+                Kind::Object => "object".to_owned(),
+                Kind::Any => "any".to_owned(),
+            };
+            format!("| `{}` | {word} | {kind} | {} |\n", f.name, f.note)
+        };
+        fields.iter().map(row).collect()
+    }
+
+    #[test]
+    fn the_documentation_shows_these_tables() {
+        let docs = include_str!("../../../../docs/rest.md");
+        for (name, fields) in [
+            ("the body", BODY),
+            ("serviceArguments", SERVICE),
+            ("endpoints[]", ENDPOINT),
+            ("probe", PROBE),
+            ("allowedSources[]", SOURCE),
+            ("/config/endpoint", HOST),
+            ("/config/endpointhoststate", HOST_STATE),
+        ] {
+            let table = markdown(fields);
+            assert!(docs.contains(&table), "docs/rest.md should show of {name}:\n{table}");
+        }
     }
 
     #[test]

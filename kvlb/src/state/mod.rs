@@ -1,3 +1,4 @@
 //! The table of services, fleets and inventories that edges write and read; every lock and atomic lives here.
 
 pub mod index;
+pub mod kv;

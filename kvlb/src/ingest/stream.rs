@@ -101,6 +101,19 @@ enum Phase {
     Identifying { until: Instant },
 }
 
+/// What is known of the present connection.
+#[derive(Clone, Copy, Debug, Default)]
+struct Connection {
+    /// Whether its first replay is yet to end.
+    opening: bool,
+    /// Whether its first replay was empty: number 0 is still to come.
+    unborn: bool,
+    /// Whether the endpoint refused a connection before it: the sign of a dead engine.
+    refused: bool,
+    /// Whether the engine's process is another than before it, once it said so.
+    other_process: Option<bool>,
+}
+
 /// The state of one endpoint's event stream.
 #[derive(Debug)]
 pub(crate) struct Stream {
@@ -111,14 +124,7 @@ pub(crate) struct Stream {
     phase: Phase,
     held: VecDeque<Message>,
     held_bytes: usize,
-    /// Whether the running or queued replay is the first of its connection.
-    connecting: bool,
-    /// Whether the connection's first replay was empty: number 0 is still to come.
-    unborn: bool,
-    /// Whether the endpoint refused a connection before the present one: the sign of a dead engine.
-    refused: bool,
-    /// Whether the engine's process is another than before the present connection, once it said so.
-    other_process: Option<bool>,
+    connection: Connection,
     allowance: Allowance,
     unavailable_until: Option<Instant>,
     tally: Tally,
@@ -134,10 +140,7 @@ impl Stream {
             phase: Phase::Live,
             held: VecDeque::new(),
             held_bytes: 0,
-            connecting: false,
-            unborn: false,
-            refused: false,
-            other_process: None,
+            connection: Connection::default(),
             allowance: Allowance { left: REPLAYS_AT_ONCE, since: now },
             unavailable_until: None,
             tally: Tally::default(),
@@ -169,10 +172,7 @@ impl Stream {
 
     /// A connection was made; `refused` says whether the endpoint refused one since the last.
     pub(crate) fn connected(&mut self, refused: bool, now: Instant, out: &mut Vec<Action>) {
-        self.refused = refused;
-        self.other_process = None;
-        self.connecting = true;
-        self.unborn = false;
+        self.connection = Connection { opening: true, refused, ..Connection::default() };
         if self.can_replay(now) {
             self.queue(now, out);
         } else {
@@ -189,7 +189,7 @@ impl Stream {
 
     /// The engine said whether its process is another than before this connection.
     pub(crate) fn identified(&mut self, other_process: bool, now: Instant, out: &mut Vec<Action>) {
-        self.other_process = Some(other_process);
+        self.connection.other_process = Some(other_process);
         if matches!(self.phase, Phase::Identifying { .. }) {
             self.without_replay(now, out);
         }
@@ -242,7 +242,7 @@ impl Stream {
             // The engine has not come as far as it had: it is another one.
             return self.replay_new_life(out);
         }
-        self.unborn = self.connecting && self.cursor.last().is_none();
+        self.connection.unborn = self.connection.opening && self.cursor.last().is_none();
         self.go_on(now, out);
     }
 
@@ -304,10 +304,10 @@ impl Stream {
 
     /// Goes on where no replay can be had: after a connection, other signs tell whether the engine is the same.
     fn without_replay(&mut self, now: Instant, out: &mut Vec<Action>) {
-        if self.connecting && self.cursor.last().is_some() {
-            match self.other_process {
+        if self.connection.opening && self.cursor.last().is_some() {
+            match self.connection.other_process {
                 Some(true) => self.new_life(out),
-                _ if self.refused => self.new_life(out),
+                _ if self.connection.refused => self.new_life(out),
                 Some(false) => {}
                 None => {
                     self.phase = Phase::Identifying { until: now + IDENTITY_WAIT };
@@ -321,7 +321,7 @@ impl Stream {
     /// Goes live and takes up what waited.
     fn go_on(&mut self, now: Instant, out: &mut Vec<Action>) {
         self.phase = Phase::Live;
-        self.connecting = false;
+        self.connection.opening = false;
         while self.phase == Phase::Live
             && let Some(message) = self.held.pop_front()
         {
@@ -334,7 +334,7 @@ impl Stream {
     }
 
     fn accept(&mut self, message: Message, now: Instant, out: &mut Vec<Action>) {
-        let unborn = std::mem::take(&mut self.unborn);
+        let unborn = std::mem::take(&mut self.connection.unborn);
         match self.cursor.peek(message.seq) {
             Arrival::First if unborn && message.seq.0 > 0 => {
                 self.tally.gaps += 1;
@@ -427,15 +427,15 @@ mod tests {
     struct Run {
         stream: Stream,
         now: Instant,
-        applied: Vec<(u64, u64)>,
+        applied: Vec<(u8, u64)>,
         clears: Vec<Why>,
         asked: Vec<u64>,
     }
 
-    fn message(life: u64, seq: u64) -> Message {
+    fn message(life: u8, seq: u64) -> Message {
         // A later life has later times.
-        let time = (life * 1_000_000 + seq) as f64;
-        Message { seq: EventSeq(seq), time: time.to_bits(), batch: Bytes::from(vec![0; 10]) }
+        let time = f64::from(life) * 1e6 + f64::from(u32::try_from(seq).unwrap());
+        Message { seq: EventSeq(seq), time: time.to_bits(), batch: Bytes::from(vec![life; 10]) }
     }
 
     impl Run {
@@ -451,8 +451,7 @@ mod tests {
             for action in actions {
                 match action {
                     Action::Apply(message) => {
-                        let time = f64::from_bits(message.time) as u64;
-                        self.applied.push((time / 1_000_000, message.seq.0));
+                        self.applied.push((message.batch[0], message.seq.0));
                     }
                     Action::Clear(why) => {
                         self.applied.clear();
@@ -468,14 +467,14 @@ mod tests {
             self.tell(|stream, now, out| stream.connected(refused, now, out))
         }
 
-        fn live(&mut self, life: u64, seqs: impl IntoIterator<Item = u64>) -> &mut Self {
+        fn live(&mut self, life: u8, seqs: impl IntoIterator<Item = u64>) -> &mut Self {
             for seq in seqs {
                 self.tell(|stream, now, out| stream.live(message(life, seq), now, out));
             }
             self
         }
 
-        fn replay(&mut self, life: u64, seqs: impl IntoIterator<Item = u64>) -> &mut Self {
+        fn replay(&mut self, life: u8, seqs: impl IntoIterator<Item = u64>) -> &mut Self {
             let asked = self.asked.len();
             for seq in seqs {
                 self.tell(|stream, _, out| stream.replayed(message(life, seq), out));

@@ -233,6 +233,7 @@ impl EndpointKv {
         if !new_life {
             return None;
         }
+        *self.last.lock() = None;
         self.attestor.lock().new_life();
         let before = self.contract();
         let after = self.publish();

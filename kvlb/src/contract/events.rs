@@ -189,6 +189,12 @@ pub fn decode(message: &[u8]) -> Result<Batch, DecodeError> {
     Ok(batch)
 }
 
+/// The time of a message without decoding it; 0 where it has none.
+pub fn time(message: &[u8]) -> f64 {
+    let mut reader = Reader::new(message);
+    reader.array().and_then(|_| reader.f64()).unwrap_or(0.0)
+}
+
 /// Reads `[time, [` and leaves the reader at the first event.
 fn batch_head(reader: &mut Reader<'_>, batch: &mut Batch) -> Result<(usize, usize), ReadError> {
     let fields = reader.array()?;
@@ -522,6 +528,8 @@ mod tests {
         assert_eq!(batch.events.len(), 2);
         assert_eq!(batch.events[0], batch.events[1]);
         assert_eq!((batch.ts, batch.dp_rank), (1.5, Some(0)));
+        assert_eq!(time(&payload(Vec::new())).to_bits(), 1.5_f64.to_bits());
+        assert_eq!(time(b"\xc0").to_bits(), 0);
     }
 
     #[test]

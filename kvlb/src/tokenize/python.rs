@@ -68,8 +68,8 @@ fn add_filters(environment: &mut Environment<'_>) {
     environment.add_filter("string", string);
     environment.add_filter("list", list);
     environment.add_filter("dictsort", dictsort);
-    environment.add_filter("default", filters::default);
-    environment.add_filter("d", filters::default);
+    environment.add_filter("default", default);
+    environment.add_filter("d", default);
     environment.add_filter("first", first);
     environment.add_filter("last", last);
     environment.add_filter("items", items);
@@ -77,6 +77,7 @@ fn add_filters(environment: &mut Environment<'_>) {
     environment.add_filter("lower", |value: &Value| string(value).map(|text| text.to_lowercase()));
     environment.add_filter("upper", |value: &Value| string(value).map(|text| text.to_uppercase()));
     environment.add_filter("replace", replace);
+    environment.add_filter("capitalize", |value: &Value| capitalize(&string(value)?));
     environment.add_filter("reverse", filters::reverse);
     environment.add_filter("map", filters::map);
     environment.add_filter("select", filters::select);
@@ -122,8 +123,8 @@ fn refused(what: &str) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("{what} is not known to be what Python does"))
 }
 
-fn raise_exception(message: &Value) -> Error {
-    Error::new(ErrorKind::InvalidOperation, message.to_string()).with_source(Raised)
+fn raise_exception(message: &Value) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message.to_string()).with_source(Raised))
 }
 
 fn strftime_now(state: &State, format: &str) -> Result<String, Error> {
@@ -177,17 +178,8 @@ fn separators(pair: &Value) -> Result<(String, String), Error> {
     }
 }
 
-/// Text, or undefined as empty text. Other values would have to be printed first.
-fn text<'v>(value: &'v Value, what: &str) -> Result<&'v str, Error> {
-    match value.kind() {
-        ValueKind::Undefined => Ok(""),
-        _ => value.as_str().ok_or_else(|| refused(what)),
-    }
-}
-
 fn trim(value: &Value, chars: Option<Value>) -> Result<Value, Error> {
-    let text = text(value, "trimming what is not text")?;
-    Ok(strip(text, chars.as_ref(), true, true)?.into())
+    Ok(strip(&string(value)?, chars.as_ref(), true, true)?.into())
 }
 
 /// `str.strip` and its one-sided kin.
@@ -223,6 +215,53 @@ fn string(value: &Value) -> Result<String, Error> {
         ValueKind::Undefined | ValueKind::None | ValueKind::Bool | ValueKind::String => Ok(value.to_string()),
         kind => Err(refused(&format!("a {kind} as text"))),
     }
+}
+
+/// The value, or another one where it is undefined; with `boolean` also where it is empty or false.
+fn default(value: &Value, other: Option<Value>, boolean: Option<bool>, kwargs: Kwargs) -> Result<Value, Error> {
+    let boolean = boolean.or(kwargs.get("boolean")?).unwrap_or(false);
+    let other = other.or(kwargs.get("default_value")?);
+    kwargs.assert_all_used()?;
+    let missing = value.is_undefined() || (boolean && !value.is_true());
+    Ok(if missing { other.unwrap_or_else(|| Value::from("")) } else { value.clone() })
+}
+
+/// `str.capitalize` of ASCII text.
+fn capitalize(text: &str) -> Result<String, Error> {
+    if !text.is_ascii() {
+        return Err(refused("capitalising this"));
+    }
+    let mut text = text.to_ascii_lowercase();
+    if let Some(first) = text.get_mut(..1) {
+        first.make_ascii_uppercase();
+    }
+    Ok(text)
+}
+
+/// `str.title` of ASCII text: a letter behind another one is small, any other is a capital.
+fn title(text: &str) -> Result<String, Error> {
+    if !text.is_ascii() {
+        return Err(refused("a title of this"));
+    }
+    let mut inside = false;
+    let letter = |char: char| {
+        let written = if inside { char.to_ascii_lowercase() } else { char.to_ascii_uppercase() };
+        inside = char.is_ascii_alphabetic();
+        written
+    };
+    Ok(text.chars().map(letter).collect())
+}
+
+/// `str.splitlines` of text whose lines end as Python and everybody else agree.
+fn splitlines(text: &str, args: &[Value]) -> Result<Value, Error> {
+    let () = from_args(args)?;
+    let other_end =
+        |char: char| matches!(char, '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}');
+    let bare_return = || text.replace("\r\n", "").contains('\r');
+    if text.contains(other_end) || bare_return() {
+        return Err(refused("splitting these lines"));
+    }
+    Ok(text.lines().map(Value::from).collect::<Vec<_>>().into())
 }
 
 fn replace(value: &Value, old: &str, new: &str) -> Result<String, Error> {
@@ -340,6 +379,11 @@ fn text_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -
         "rstrip" => sides(false, true),
         "split" => split(text, args),
         "rsplit" => rsplit(text, args),
+        "splitlines" => splitlines(text, args),
+        "title" | "capitalize" => {
+            let () = from_args(args)?;
+            if method == "title" { title(text) } else { capitalize(text) }.map(Value::from)
+        }
         "removeprefix" => {
             let (prefix,): (&str,) = from_args(args)?;
             Ok(text.strip_prefix(prefix).unwrap_or(text).into())

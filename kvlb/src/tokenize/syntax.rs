@@ -2,10 +2,16 @@
 //!
 //! Source of the content format: vLLM 0.32.0, `_detect_content_format`, whose rules these are, node for node.
 
+use std::ops::Range;
+
 use minijinja::machinery::ast::{Call, CallArg, Expr, ForLoop, Macro, Set, Stmt};
 use minijinja::machinery::parse;
 
 use super::python;
+use super::value::{ITEM_PREFIX, method_name};
+
+/// The name under which a template is known to the template engine.
+pub(super) const NAME: &str = "chat_template";
 
 /// In which form a template takes a message's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,8 +28,8 @@ pub(super) struct Reading {
     pub(super) format: ContentFormat,
     /// A construct whose meaning here may silently differ from Jinja2's.
     pub(super) doubt: Option<&'static str>,
-    /// The same, for chats with tools or other objects of the client's making.
-    pub(super) doubt_with_objects: Option<&'static str>,
+    /// The source to compile, in which `x['items']` and its like are told from `x.items`.
+    pub(super) source: String,
 }
 
 /// Reads the template `source`.
@@ -31,11 +37,27 @@ pub(super) struct Reading {
 /// # Errors
 /// The template engine's own, when the source is not a template.
 pub(super) fn read(source: &str) -> Result<Reading, minijinja::Error> {
-    let root = parse(source, "chat_template", python::syntax())?;
+    let root = parse(source, NAME, python::syntax())?;
     let nodes = Nodes::of(&root);
     // A tree that the engine's detection stumbles over counts as text there.
     let format = if nodes.iterates_content().unwrap_or(false) { ContentFormat::Parts } else { ContentFormat::Text };
-    Ok(Reading { format, doubt: nodes.doubt, doubt_with_objects: nodes.doubt_with_objects })
+    Ok(Reading { format, doubt: nodes.doubt, source: with_item_names(source, &nodes.method_keys)? })
+}
+
+/// Puts [`ITEM_PREFIX`] and the key, as an attribute, in the place of each `['key']` at one of `places`.
+fn with_item_names(source: &str, places: &[(Range<usize>, &str)]) -> Result<String, minijinja::Error> {
+    let lost = || minijinja::Error::new(minijinja::ErrorKind::SyntaxError, "a subscript is not where it should be");
+    let mut changed = source.to_owned();
+    let mut places = places.to_vec();
+    // From the back, so that the places before stay where they are.
+    places.sort_by_key(|(place, _)| std::cmp::Reverse(place.start));
+    for (place, key) in places {
+        let (before, after) = (source.get(..place.start).ok_or_else(lost)?, source.get(place.end..).ok_or_else(lost)?);
+        let start = before.trim_end().strip_suffix('[').ok_or_else(lost)?.len();
+        let end = source.len() - after.trim_start().strip_prefix(']').ok_or_else(lost)?.len();
+        changed.replace_range(start..end, &format!(".{ITEM_PREFIX}{key}"));
+    }
+    Ok(changed)
 }
 
 /// The engine's detection gives up: an assignment or a loop whose target is not a plain name.
@@ -50,7 +72,8 @@ struct Nodes<'t, 's> {
     macros: Vec<&'t Macro<'s>>,
     calls: Vec<&'t Call<'s>>,
     doubt: Option<&'static str>,
-    doubt_with_objects: Option<&'static str>,
+    /// Where a constant subscript is a method's name, and the name.
+    method_keys: Vec<(Range<usize>, &'static str)>,
     /// Loops inside a macro, with that macro.
     macro_loops: Vec<(&'t ForLoop<'s>, &'t Macro<'s>)>,
     /// The macros around the place being walked.
@@ -228,9 +251,13 @@ impl<'t, 's> Nodes<'t, 's> {
         }
     }
 
-    fn key(&mut self, key: &str) {
-        if DICT_METHODS.contains(&key) {
-            self.doubt_with_objects.get_or_insert("a method's name as a key");
+    /// Notes a subscript that is a method's name.
+    fn subscript(&mut self, expr: &Expr<'_>) {
+        if let Expr::Const(constant) = expr
+            && let Some(name) = constant.value.as_str().and_then(method_name)
+        {
+            let span = constant.span();
+            self.method_keys.push((span.start_offset as usize..span.end_offset as usize, name));
         }
     }
 
@@ -264,14 +291,9 @@ impl<'t, 's> Nodes<'t, 's> {
                 self.expression(&node.expr);
                 self.arguments(&node.args);
             }
-            Expr::GetAttr(node) => {
-                self.key(node.name);
-                self.expression(&node.expr);
-            }
+            Expr::GetAttr(node) => self.expression(&node.expr),
             Expr::GetItem(node) => {
-                if let Expr::Const(constant) = &node.subscript_expr {
-                    self.key(constant.value.as_str().unwrap_or_default());
-                }
+                self.subscript(&node.subscript_expr);
                 self.expression(&node.expr);
                 self.expression(&node.subscript_expr);
             }
@@ -279,6 +301,10 @@ impl<'t, 's> Nodes<'t, 's> {
             Expr::List(node) => node.items.iter().for_each(|item| self.expression(item)),
             Expr::Tuple(node) => node.items.iter().for_each(|item| self.expression(item)),
             Expr::Map(node) => {
+                if node.keys.iter().any(|key| !matches!(key, Expr::Const(constant) if !is_method_name(&constant.value)))
+                {
+                    self.doubtful("an object with a method's name as a key");
+                }
                 node.keys.iter().for_each(|key| self.expression(key));
                 node.values.iter().for_each(|value| self.expression(value));
             }
@@ -289,10 +315,9 @@ impl<'t, 's> Nodes<'t, 's> {
 /// Globals of Jinja2 that are not defined here.
 const GLOBALS: [&str; 4] = ["cycler", "joiner", "lipsum", "self"];
 
-/// `x.items` is the method in Jinja2, whatever keys `x` has, and so is `x['items']` where it has no such key. Here both
-/// are the key. Objects that only the engine makes (messages, their parts) have no such keys.
-const DICT_METHODS: [&str; 11] =
-    ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
+fn is_method_name(key: &minijinja::Value) -> bool {
+    key.as_str().is_some_and(|key| method_name(key).is_some())
+}
 
 fn plain_name<'s>(expr: &Expr<'s>) -> Result<&'s str, GivesUp> {
     match expr {
@@ -363,11 +388,21 @@ mod tests {
     }
 
     #[test]
-    fn a_method_s_name_as_a_key_is_doubtful_unless_called() {
-        let doubt = |source: &str| read(source).unwrap().doubt_with_objects;
-        assert!(doubt("{{ x.items }}").is_some());
-        assert!(doubt("{{ x['items'] }}").is_some());
-        assert!(doubt("{{ x.items() }}{{ 'items' in x }}{{ x.get('items') }}").is_none());
+    fn a_subscript_that_is_a_method_s_name_is_told_from_the_attribute() {
+        let source = |source: &str| read(source).unwrap().source;
+        assert_eq!(source("{{ x['items'] }}"), "{{ x.kvlb_item_items }}");
+        assert_eq!(source("{{ x[ \"keys\" ]['get'].y['a'] }}"), "{{ x.kvlb_item_keys.kvlb_item_get.y['a'] }}");
+        for same in [
+            "{{ x.items }}",
+            "{{ x.items() }}",
+            "{{ 'items' in x }}",
+            "x['items']",
+            "{{ \"x['items']\" }}",
+            "{{ ['items'] }}",
+        ] {
+            assert_eq!(source(same), same);
+        }
+        assert!(read("{{ {'items': 1} }}").unwrap().doubt.is_some());
     }
 
     #[test]

@@ -6,12 +6,9 @@ use super::conversation::{self, Turn};
 use super::date::WallTime;
 use super::miss::Miss;
 use super::python::{self, NoClock, Raised};
-use super::syntax::{self, Reading};
+use super::syntax::{self, NAME, Reading};
 use super::value::{self, Dict};
 use crate::openai::{Chat, Json};
-
-/// The one template of an environment.
-const NAME: &str = "chat_template";
 
 /// What marks the place where the last message is left open. It ends in a space so that a template which trims shows.
 const END_MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
@@ -42,7 +39,7 @@ impl Template {
         let source = plain_source(source);
         let reading = syntax::read(&source)?;
         let mut environment = python::environment();
-        environment.add_template_owned(NAME, source.clone())?;
+        environment.add_template_owned(NAME, reading.source.clone())?;
         Ok(Self { environment, reading, source })
     }
 
@@ -59,9 +56,6 @@ impl Template {
     pub(super) fn render(&self, chat: &Chat, special: &SpecialTokens, now: Option<WallTime>) -> Result<String, Miss> {
         if chat.continue_final_message && chat.add_generation_prompt {
             return Err(Miss::Rejected);
-        }
-        if self.reading.doubt_with_objects.is_some() && has_objects(chat) {
-            return Err(Miss::Template);
         }
         let knows_developers = self.source.contains("\"developer\"") || self.source.contains("'developer'");
         let mut turns = conversation::turns(&chat.messages, self.reading.format, knows_developers);
@@ -178,16 +172,6 @@ fn tools(tools: Option<&[Json]>) -> Option<Value> {
         None => Some(Value::from(())),
         Some(tools) => tools.iter().map(value::value).collect::<Option<_>>().map(value::list),
     }
-}
-
-/// Whether a template can see objects that the client made up.
-fn has_objects(chat: &Chat) -> bool {
-    let is_container = |json: &Json| matches!(json, Json::List(_) | Json::Map(_));
-    chat.tools.is_some()
-        || chat.documents.is_some()
-        || chat.messages.iter().any(|message| message.tool_calls.is_some())
-        || chat.messages.iter().flat_map(|message| &message.content).any(|part| !part.extra.is_empty())
-        || chat.template_kwargs.iter().any(|(_, json)| is_container(json))
 }
 
 /// What a failed rendering means.

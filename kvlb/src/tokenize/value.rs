@@ -107,8 +107,14 @@ impl Object for Dict {
         self.find(key.as_str()?).cloned()
     }
 
+    /// What `x.key` is. Jinja2 asks for an attribute first, and the methods of a dict are attributes.
     fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
-        self.find(key).cloned()
+        match key.strip_prefix(ITEM_PREFIX) {
+            None if method_name(key).is_some() => Some(Value::from_object(Method)),
+            None => self.find(key).cloned(),
+            // `x['key']` asks for an item first.
+            Some(key) => self.find(key).cloned().or_else(|| Some(Value::from_object(Method))),
+        }
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
@@ -129,6 +135,32 @@ impl From<Dict> for Value {
     fn from(dict: Dict) -> Self {
         Self::from_object(dict)
     }
+}
+
+/// A method that is looked at instead of being called: it is something, and prints as nothing that could be known.
+#[derive(Debug)]
+struct Method;
+
+impl Object for Method {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Plain
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        PRINTED.set(true);
+        f.write_str("method")
+    }
+}
+
+/// What stands before a key in an attribute that means `x['key']`, where the key is the name of a method.
+pub(super) const ITEM_PREFIX: &str = "kvlb_item_";
+
+const DICT_METHODS: [&str; 11] =
+    ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
+
+/// `key` as the name of a method of Python's dict, if it is one.
+pub(super) fn method_name(key: &str) -> Option<&'static str> {
+    DICT_METHODS.into_iter().find(|name| *name == key)
 }
 
 /// How Python's `json.dumps` is told to write.

@@ -26,77 +26,86 @@ thread_local! {
     static SHELF: RefCell<Option<Shelf>> = const { RefCell::new(None) };
 }
 
-/// Bytes of all blocks that exist in the process, on shelves or in use.
-static BLOCK_BYTES: AtomicUsize = AtomicUsize::new(0);
+/// Shelves that are counted apart; more share their counts.
+const ACCOUNTS: usize = 1024;
+/// The account of threads without a shelf.
+const NO_ACCOUNT: u16 = ACCOUNTS as u16;
+
+/// Bytes in use that were taken from one shelf's thread. On a cache line of its own: each has one busy writer.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Account(AtomicUsize);
+
+static IN_USE: [Account; ACCOUNTS + 1] = [const { Account(AtomicUsize::new(0)) }; ACCOUNTS + 1];
 
 /// A thread's free blocks.
 struct Shelf {
+    account: u16,
     free: [Vec<Box<[u8]>>; CLASSES.len()],
 }
 
 /// Gives the calling thread a shelf.
 pub(super) fn open_shelf() {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
     SHELF.with_borrow_mut(|shelf| {
-        shelf.get_or_insert_with(|| Shelf { free: [const { Vec::new() }; CLASSES.len()] });
+        shelf.get_or_insert_with(|| {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed) % ACCOUNTS;
+            Shelf { account: u16::try_from(number).unwrap_or(NO_ACCOUNT), free: [const { Vec::new() }; CLASSES.len()] }
+        });
     });
 }
 
 /// Empties the calling thread's shelf and takes it away.
 pub(super) fn close_shelf() {
-    let shelf = SHELF.with_borrow_mut(Option::take);
-    for block in shelf.into_iter().flat_map(|shelf| shelf.free.into_iter().flatten()) {
-        discard(block);
-    }
+    SHELF.with_borrow_mut(|shelf| *shelf = None);
 }
 
 /// Bytes of free blocks on the calling thread's shelf.
-pub(super) fn shelved_bytes() -> usize {
+pub(super) fn bytes_free() -> usize {
     SHELF.with_borrow(|shelf| {
         shelf.iter().flat_map(|shelf| &shelf.free).flat_map(|blocks| blocks.iter().map(|block| block.len())).sum()
     })
 }
 
-/// Bytes of all blocks of the process, in use or on shelves.
-pub(super) fn block_bytes() -> usize {
-    BLOCK_BYTES.load(Ordering::Relaxed)
+/// Bytes of blocks that were taken on the calling thread and are still in use, wherever they are now.
+pub(super) fn bytes_in_use() -> usize {
+    let account = SHELF.with_borrow(|shelf| shelf.as_ref().map_or(NO_ACCOUNT, |shelf| shelf.account));
+    IN_USE[usize::from(account)].0.load(Ordering::Relaxed)
 }
 
-/// A block of at least `size` bytes, from the shelf where it has one.
-fn take(size: usize) -> Box<[u8]> {
-    let Some(class) = CLASSES.iter().position(|class| size <= *class) else { return allocate(size) };
-    let shelved = SHELF.with_borrow_mut(|shelf| shelf.as_mut().and_then(|shelf| shelf.free[class].pop()));
-    shelved.unwrap_or_else(|| allocate(CLASSES[class]))
-}
-
-/// Zeroed memory: large blocks come as untouched pages from the kernel, and no byte is ever uninitialised.
-fn allocate(size: usize) -> Box<[u8]> {
-    BLOCK_BYTES.fetch_add(size, Ordering::Relaxed);
-    vec![0; size].into_boxed_slice()
-}
-
-fn discard(block: Box<[u8]>) {
-    BLOCK_BYTES.fetch_sub(block.len(), Ordering::Relaxed);
-    drop(block);
-}
-
-fn give_back(block: Box<[u8]>) {
-    let Some(class) = CLASSES.iter().position(|class| block.len() == *class) else { return discard(block) };
-    // A thread that is ending has no shelf any more.
-    let refused = SHELF.try_with(|shelf| match shelf.borrow_mut().as_mut() {
-        Some(shelf) if shelf.free[class].len() < KEPT[class] => {
-            shelf.free[class].push(block);
-            None
-        }
-        _ => Some(block),
+/// A block of at least `size` bytes, from the shelf where it has one, and the account it is on.
+///
+/// Always zeroed when new: large blocks come as untouched pages from the kernel, and no byte is ever uninitialised.
+fn take(size: usize) -> (Box<[u8]>, u16) {
+    let class = CLASSES.iter().position(|class| size <= *class);
+    let (shelved, account) = SHELF.with_borrow_mut(|shelf| match (shelf, class) {
+        (Some(shelf), Some(class)) => (shelf.free[class].pop(), shelf.account),
+        (Some(shelf), None) => (None, shelf.account),
+        (None, _) => (None, NO_ACCOUNT),
     });
-    if let Ok(Some(block)) = refused {
-        discard(block);
-    }
+    let block = shelved.unwrap_or_else(|| vec![0; class.map_or(size, |class| CLASSES[class])].into_boxed_slice());
+    IN_USE[usize::from(account)].0.fetch_add(block.len(), Ordering::Relaxed);
+    (block, account)
+}
+
+/// Puts a block on the shelf of the calling thread, where there is one and it has room.
+fn give_back(block: Box<[u8]>, account: u16) {
+    IN_USE[usize::from(account)].0.fetch_sub(block.len(), Ordering::Relaxed);
+    let Some(class) = CLASSES.iter().position(|class| block.len() == *class) else { return };
+    // A thread that is ending has no shelf any more.
+    let _kept = SHELF.try_with(|shelf| {
+        if let Some(shelf) = shelf.borrow_mut().as_mut()
+            && shelf.free[class].len() < KEPT[class]
+        {
+            shelf.free[class].push(block);
+        }
+    });
 }
 
 /// A block of memory, and the range of it that is filled.
 pub struct Chunk {
     block: Box<[u8]>,
+    account: u16,
     start: usize,
     end: usize,
 }
@@ -104,12 +113,13 @@ pub struct Chunk {
 impl Chunk {
     /// No memory at all.
     pub fn none() -> Self {
-        Self { block: Box::default(), start: 0, end: 0 }
+        Self { block: Box::default(), account: NO_ACCOUNT, start: 0, end: 0 }
     }
 
     /// An empty chunk with room for `capacity` bytes, and for `front` more before them.
     pub fn with_room(front: usize, capacity: usize) -> Self {
-        Self { block: take(front + capacity), start: front, end: front }
+        let (block, account) = take(front + capacity);
+        Self { block, account, start: front, end: front }
     }
 
     /// A chunk that holds a copy of `bytes`, with room for `front` more before them.
@@ -216,7 +226,7 @@ impl Chunk {
 impl Drop for Chunk {
     fn drop(&mut self) {
         if !self.block.is_empty() {
-            give_back(std::mem::take(&mut self.block));
+            give_back(std::mem::take(&mut self.block), self.account);
         }
     }
 }
@@ -313,13 +323,13 @@ mod tests {
         let chunk = Chunk::with_room(0, 100);
         let address = chunk.block.as_ptr();
         drop(chunk);
-        assert_eq!(shelved_bytes(), SMALL);
+        assert_eq!(bytes_free(), SMALL);
         let again = Chunk::with_room(0, SMALL);
         assert_eq!(again.block.as_ptr(), address);
-        assert_eq!(shelved_bytes(), 0);
+        assert_eq!(bytes_free(), 0);
         drop(again);
         close_shelf();
-        assert_eq!(shelved_bytes(), 0);
+        assert_eq!(bytes_free(), 0);
     }
 
     #[test]
@@ -327,9 +337,21 @@ mod tests {
         open_shelf();
         let many: Vec<_> = (0..KEPT[4] + 3).map(|_| Chunk::with_room(0, CLASSES[4])).collect();
         drop(many);
-        assert_eq!(shelved_bytes(), KEPT[4] * CLASSES[4]);
+        assert_eq!(bytes_free(), KEPT[4] * CLASSES[4]);
         drop(Chunk::with_room(0, 5 << 20));
-        assert_eq!(shelved_bytes(), KEPT[4] * CLASSES[4]);
+        assert_eq!(bytes_free(), KEPT[4] * CLASSES[4]);
+        close_shelf();
+    }
+
+    #[test]
+    fn a_block_is_counted_where_it_was_taken_wherever_it_goes() {
+        open_shelf();
+        let (here, there) = (Chunk::with_room(0, LARGE), Chunk::with_room(0, 2 << 20));
+        assert_eq!(bytes_in_use(), LARGE + (2 << 20));
+        std::thread::spawn(move || drop(there)).join().unwrap();
+        assert_eq!(bytes_in_use(), LARGE);
+        drop(here);
+        assert_eq!((bytes_in_use(), bytes_free()), (0, LARGE));
         close_shelf();
     }
 

@@ -53,7 +53,12 @@ impl Listener for EpollListener {
     type Stream = EpollStream;
 
     async fn accept(&self) -> io::Result<(EpollStream, SocketAddr)> {
-        self.socket.accept().await.map(|(socket, client)| (EpollStream::adopt(socket), client))
+        let (socket, client) = self.socket.accept().await?;
+        let stream = EpollStream::adopt(socket);
+        // tokio takes an accepted socket for readable before it is known to be.
+        stream.clear_readable();
+        stream.unread.set(true);
+        Ok((stream, client))
     }
 
     fn stop(&self) {

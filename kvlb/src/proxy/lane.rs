@@ -223,8 +223,8 @@ async fn take_pulse<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>) {
             late: now.saturating_duration_since(due),
             clients: lane.posts.borrow().open(),
             idle_endpoint_connections: lane.idle.borrow().len(),
-            shelved_bytes: buffer::shelved_bytes(),
-            block_bytes: buffer::block_bytes(),
+            buffer_bytes: buffer::bytes_in_use(),
+            free_buffer_bytes: buffer::bytes_free(),
             body_bytes_held: lane.budget.used(),
         });
         due = now + TICK;

@@ -107,10 +107,10 @@ pub struct Pulse {
     pub clients: usize,
     /// Connections to endpoints that wait for a request.
     pub idle_endpoint_connections: usize,
-    /// Bytes of free buffers on the thread's shelf.
-    pub shelved_bytes: usize,
-    /// Bytes of all buffers of the process, in use or on shelves.
-    pub block_bytes: usize,
+    /// Bytes of the thread's buffers that are in use.
+    pub buffer_bytes: usize,
+    /// Bytes of free buffers that the thread keeps.
+    pub free_buffer_bytes: usize,
     /// Bytes of request bodies held by the process.
     pub body_bytes_held: usize,
 }

@@ -23,7 +23,6 @@ mod intake;
 mod io;
 mod lane;
 mod meter;
-mod retry;
 mod ring;
 #[cfg(test)]
 mod suite;
@@ -47,7 +46,6 @@ pub use self::buffer::Chunk;
 pub use self::http::{Fields, Framing, Head, Refusal, Reply};
 pub use self::io::{Engine, Io};
 pub use self::meter::{Direction, Meter, Pulse, Refused, Retry};
-pub use self::retry::RetryBudget;
 
 use self::buffer::Budget;
 use self::epoll::Epoll;
@@ -261,6 +259,18 @@ fn pin_to_core(number: usize) {
     if let Err(error) = pinned {
         tracing::debug!(%error, thread = number, "a data thread stays unpinned");
     }
+}
+
+/// Allows this process as many file descriptors as the system lets it have, and says how many that are: each client takes
+/// one, and each request on its way another.
+///
+/// # Errors
+/// When the limit cannot be read or set.
+pub fn raise_descriptor_limit() -> std::io::Result<u64> {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (_soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+    Ok(hard)
 }
 
 /// One socket per data thread that listens on `address`, among which the kernel spreads new connections.

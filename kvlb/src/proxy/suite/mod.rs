@@ -6,7 +6,6 @@
 mod abort;
 mod basics;
 mod bodies;
-mod bounds;
 mod failure;
 mod framing;
 mod lifecycle;

@@ -14,7 +14,7 @@ use crate::clock;
 use crate::fleet::Limits;
 use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Config, ConnectFailure, Direction, Event, Haste, Head, Io, Link, Meter,
-    Phase, Proxy, Pulse, Refused, Reply, Request, Retry, Survey, Target, Terms, bind, ring,
+    Phase, Proxy, Pulse, Refused, Reply, Request, Retry, Survey, Target, Terms, bind, raise_descriptor_limit, ring,
 };
 
 /// How long a test waits for something that must happen.
@@ -233,7 +233,7 @@ impl Meter for Counts {
         let mut counts = self.0.lock();
         counts.insert("clients".to_owned(), pulse.clients as u64);
         counts.insert("body bytes held".to_owned(), pulse.body_bytes_held as u64);
-        counts.insert("buffers".to_owned(), (pulse.block_bytes - pulse.shelved_bytes.min(pulse.block_bytes)) as u64);
+        counts.insert("buffers".to_owned(), pulse.buffer_bytes as u64);
         *counts.entry("ticks".to_owned()).or_default() += 1;
     }
 }
@@ -253,6 +253,7 @@ impl Rig {
     }
 
     pub(super) fn with(io: Io, endpoints: &[SocketAddr], adjust: impl FnOnce(&mut Config)) -> Self {
+        raise_descriptor_limit().unwrap();
         let mut config = Config { threads: 1, io, pin: false, ..Config::default() };
         adjust(&mut config);
         let fake = Arc::new(Fake::new(endpoints.to_vec()));
@@ -270,12 +271,25 @@ impl Rig {
         Wire::connect(self.address)
     }
 
+    pub(super) fn proxy(&self) -> &Proxy {
+        self.proxy.as_ref().unwrap()
+    }
+
     /// Begins to drain, on a thread of its own.
     pub(super) fn drain(&mut self, within: Duration) -> JoinHandle<Duration> {
+        self.end(within, false)
+    }
+
+    /// As [`Rig::drain`], leaving the listening sockets to others.
+    pub(super) fn drain_released(&mut self, within: Duration) -> JoinHandle<Duration> {
+        self.end(within, true)
+    }
+
+    fn end(&mut self, within: Duration, release: bool) -> JoinHandle<Duration> {
         let proxy = self.proxy.take().unwrap();
         std::thread::spawn(move || {
             let start = clock::now();
-            proxy.drain(start + within, false);
+            proxy.drain(start + within, release);
             start.elapsed()
         })
     }

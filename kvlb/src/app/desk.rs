@@ -323,7 +323,9 @@ impl Errand {
         if decision.depth > 0
             && let Some(kv) = self.service.endpoints.get(position).and_then(|endpoint| endpoint.kv.as_ref())
         {
-            kv.proved_by_request();
+            if kv.proved_by_request().is_some() {
+                tracing::info!(service = self.service.rule().id.0, position, "contract proved by a request");
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
@@ -34,7 +34,8 @@ fn loopback_listener() -> io::Result<TcpListener> {
     let both = || {
         let socket = Socket::new(Domain::IPV6, Type::STREAM, Some(Protocol::TCP))?;
         socket.set_only_v6(false)?;
-        listening(socket, SocketAddr::from((Ipv6Addr::LOCALHOST, 0)))
+        // A socket bound to ::1 would be for IPv6 alone, whatever its option says.
+        listening(socket, SocketAddr::from((Ipv4Addr::LOCALHOST.to_ipv6_mapped(), 0)))
     };
     both().or_else(|_no_ipv6| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;

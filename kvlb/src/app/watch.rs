@@ -2,60 +2,119 @@
 
 use std::sync::Arc;
 
+use tokio::sync::watch;
+
 use super::crew::Crew;
 use crate::fleet::{EndpointKey, Monitor, Rule, RuleId};
+use crate::ingest::{self, ReplayPort, Subscription};
 use crate::probe;
-use crate::state::{Endpoint, EndpointId, Service, State};
+use crate::state::kv::EndpointKv;
+use crate::state::{EndpointId, Meters, Service, State};
 use crate::tokenize::ModelSlug;
 
 /// Which endpoint of which rule a task is for.
 type Key = (RuleId, EndpointId);
 
 /// What a probe depends on: when it changes, another one is started.
-type Probing = (EndpointKey, Monitor);
+#[derive(Clone, Debug)]
+struct Probing {
+    place: EndpointKey,
+    monitor: Monitor,
+    meters: Arc<Meters>,
+}
+
+impl PartialEq for Probing {
+    fn eq(&self, other: &Self) -> bool {
+        self.place == other.place && self.monitor == other.monitor && Arc::ptr_eq(&self.meters, &other.meters)
+    }
+}
+
+/// What an event subscription depends on, likewise.
+#[derive(Clone, Debug)]
+struct Listening {
+    place: EndpointKey,
+    port: u16,
+    replay: ReplayPort,
+    kv: Arc<EndpointKv>,
+}
+
+impl PartialEq for Listening {
+    fn eq(&self, other: &Self) -> bool {
+        let plain = |l: &Self| (l.place.clone(), l.port, l.replay);
+        plain(self) == plain(other) && Arc::ptr_eq(&self.kv, &other.kv)
+    }
+}
 
 /// Follows the rules for ever.
 pub(super) async fn keep_watching(state: Arc<State>, replay_offset: Option<u16>) {
     let http = reqwest::Client::new();
     let mut probes: Crew<Key, Probing> = Crew::default();
+    let mut subscriptions: Crew<Key, Listening> = Crew::default();
     let mut rules = state.watch_rules();
     loop {
         rules.mark_unchanged();
         let table = state.table();
-        let watched: Vec<_> = table.services().iter().flat_map(|service| watched(service)).collect();
         table.services().iter().for_each(|service| want_tokenizer(&state, service.rule()));
-        for (key, endpoint, probing) in &watched {
-            let _ = (key, endpoint, probing);
-        }
-        probes.update(watched.iter().map(|(key, _, probing)| (*key, probing.clone())), |key, (place, monitor)| {
-            let meters = Arc::clone(&endpoint_of(&watched, key).meters);
+        probes.update(table.services().iter().flat_map(|service| probing(service)), |key, probing| {
             let target = probe::Target {
-                label: format!("{}/{place}", key.0),
-                key: place.clone(),
-                monitor: monitor.clone(),
-                meters,
+                label: format!("{}/{}", key.0, probing.place),
+                key: probing.place.clone(),
+                monitor: probing.monitor.clone(),
+                meters: Arc::clone(&probing.meters),
             };
             tokio::spawn(probe::watch(target, Arc::clone(&state), http.clone()))
         });
+        let wanted = table.services().iter().flat_map(|service| listening(service, replay_offset));
+        subscriptions.update(wanted, |key, listening| tokio::spawn(listen(*key, listening.clone())));
+        drop(table);
         if rules.changed().await.is_err() {
             return;
         }
     }
 }
 
-fn watched(service: &Arc<Service>) -> Vec<(Key, Endpoint, Probing)> {
+fn probing(service: &Service) -> impl Iterator<Item = (Key, Probing)> {
     let rule = service.rule();
-    let one = |endpoint: &Endpoint| {
-        let probing = (endpoint.spec.key.clone(), rule.monitor_of(&endpoint.spec).clone());
-        ((rule.id, endpoint.meters.id), endpoint.clone(), probing)
-    };
-    service.endpoints.iter().map(one).collect()
+    service.endpoints.iter().map(move |endpoint| {
+        let probing = Probing {
+            place: endpoint.spec.key.clone(),
+            monitor: rule.monitor_of(&endpoint.spec).clone(),
+            meters: Arc::clone(&endpoint.meters),
+        };
+        ((rule.id, endpoint.meters.id), probing)
+    })
 }
 
-/// The endpoint of a task that is being started; tasks are only started for those in the list.
-fn endpoint_of<'a>(watched: &'a [(Key, Endpoint, Probing)], key: &Key) -> &'a Endpoint {
-    let found = watched.iter().find(|(known, _, _)| known == key);
-    found.map(|(_, endpoint, _)| endpoint).unwrap_or(&watched[0].1)
+fn listening(service: &Service, replay_offset: Option<u16>) -> impl Iterator<Item = (Key, Listening)> {
+    let rule = service.rule();
+    let replay = match (rule.kv.replay_port, replay_offset) {
+        (Some(port), _) => ReplayPort::Port(port),
+        (None, Some(offset)) => ReplayPort::Offset(offset),
+        (None, None) => ReplayPort::Off,
+    };
+    service.endpoints.iter().filter_map(move |endpoint| {
+        let listening = Listening {
+            place: endpoint.spec.key.clone(),
+            port: rule.kv.zmq_port,
+            replay,
+            kv: endpoint.kv.clone()?,
+        };
+        Some(((rule.id, endpoint.meters.id), listening))
+    })
+}
+
+async fn listen(key: Key, listening: Listening) {
+    let Listening { place, port, replay, kv } = listening;
+    let subscription = Subscription {
+        label: format!("{}/{place}", key.0),
+        http: Some(place.to_string()),
+        host: place.host,
+        port,
+        replay,
+    };
+    // The crew ends the task; nobody else tells it to stop.
+    let (_never, stop) = watch::channel(false);
+    ingest::follow(subscription, kv, stop).await;
 }
 
 /// A rule for one model needs its tokenizer before the first request comes.

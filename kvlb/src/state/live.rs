@@ -23,7 +23,6 @@ pub struct Meters {
     forced_down: AtomicBool,
     breaker_open: AtomicBool,
     last_chosen: AtomicU64,
-    capacity_blocks: AtomicU64,
     requests: AtomicU64,
     bytes: AtomicU64,
     addresses: ArcSwap<Vec<SocketAddr>>,
@@ -41,7 +40,6 @@ impl Meters {
             forced_down: AtomicBool::new(false),
             breaker_open: AtomicBool::new(false),
             last_chosen: AtomicU64::new(0),
-            capacity_blocks: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             addresses: ArcSwap::default(),
@@ -113,16 +111,6 @@ impl Meters {
         let admin = if self.forced_down.load(Ordering::Acquire) { Admin::Down } else { admin };
         let breaker = if self.breaker_open.load(Ordering::Acquire) { Breaker::Open } else { Breaker::Closed };
         Condition { probe: self.probe(), admin, breaker }
-    }
-
-    /// KV blocks of the engine's GPU cache; 0 while unknown.
-    pub fn capacity_blocks(&self) -> u64 {
-        self.capacity_blocks.load(Ordering::Relaxed)
-    }
-
-    /// Learns the engine's number of KV blocks.
-    pub fn set_capacity_blocks(&self, blocks: u64) {
-        self.capacity_blocks.store(blocks, Ordering::Relaxed);
     }
 
     /// Where to connect; empty while the name has not been resolved.

@@ -161,9 +161,9 @@ impl Endpoint {
         self.meters.condition(admin)
     }
 
-    /// Its share of the fleet's capacity: KV blocks where known, times its weight.
-    fn capacity(&self) -> u64 {
-        self.meters.capacity_blocks().max(1) * u64::from(self.spec.weight.max(1))
+    /// KV blocks of its engine's cache, where the engine has said.
+    fn gpu_blocks(&self) -> Option<u64> {
+        self.kv.as_ref()?.label().num_gpu_blocks.filter(|blocks| *blocks > 0)
     }
 
     /// Where to connect; empty while its name has not been resolved.
@@ -180,7 +180,9 @@ impl Endpoint {
 
 impl View for Service {
     fn candidates(&self) -> Vec<Candidate> {
-        let capacities_known = self.endpoints.iter().all(|endpoint| endpoint.meters.capacity_blocks() > 0);
+        // Sizes are comparable only where every engine has told its own.
+        let sizes: Option<Vec<u64>> = self.endpoints.iter().map(Endpoint::gpu_blocks).collect();
+        let weight = |endpoint: &Endpoint| u64::from(endpoint.spec.weight.max(1));
         let candidate = |(position, endpoint): (usize, &Endpoint)| Candidate {
             endpoint: position,
             eligible: !self.rule().admin_down
@@ -188,7 +190,7 @@ impl View for Service {
                 && !endpoint.meters.addresses().is_empty(),
             overlap: 0,
             load: endpoint.meters.load(),
-            capacity: if capacities_known { endpoint.capacity() } else { u64::from(endpoint.spec.weight.max(1)) },
+            capacity: sizes.as_ref().map_or(1, |sizes| sizes[position]).saturating_mul(weight(endpoint)),
             last_chosen: endpoint.meters.last_chosen(),
         };
         self.endpoints.iter().enumerate().map(candidate).collect()

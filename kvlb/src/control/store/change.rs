@@ -179,7 +179,7 @@ fn create(before: &[Arc<Entry>], body: &Body, key: &RuleKey, next_id: u32) -> Re
 }
 
 /// Two rules for the same requests on ports that overlap: which of them would serve is a guess.
-fn same_but_ports(a: &RuleKey, b: &RuleKey) -> bool {
+pub(super) fn same_but_ports(a: &RuleKey, b: &RuleKey) -> bool {
     let overlap = a.ports.first <= b.ports.last && b.ports.first <= a.ports.last;
     overlap && RuleKey { ports: b.ports, ..a.clone() } == *b
 }

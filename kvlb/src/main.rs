@@ -9,6 +9,6 @@ fn main() -> ExitCode {
     match cli::parse(std::env::args_os(), &Env::of_process()) {
         Parsed::Client(invocation) => cli::run(&invocation),
         Parsed::Done(code) => code,
-        Parsed::Up(_config) => ExitCode::FAILURE,
+        Parsed::Up(config) => kvlb::app::up(*config),
     }
 }

@@ -21,6 +21,9 @@ pub use kv::{ColdStart, Kv, Relief};
 
 use env::Setting;
 
+use crate::proxy::Io;
+use crate::telemetry::LogFormat;
+
 /// LoxiLB's API port.
 const API_PORT: u16 = 11_111;
 /// More data threads than this are a slip of the finger: kvlb runs one per core.
@@ -71,28 +74,6 @@ pub enum Datapath {
     Auto,
     /// kvlb binds the VIPs itself.
     None,
-}
-
-/// `--io`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Io {
-    /// io_uring where allowed, else epoll.
-    #[default]
-    Auto,
-    /// io_uring, or do not start.
-    Uring,
-    /// epoll.
-    Epoll,
-}
-
-/// `--log-format`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LogFormat {
-    /// For people.
-    #[default]
-    Text,
-    /// One JSON object a line.
-    Json,
 }
 
 impl Config {

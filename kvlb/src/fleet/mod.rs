@@ -4,6 +4,8 @@
 //! eligible ([`Condition`]). Holds no counters, locks or sockets: what changes while traffic flows lives in `state`.
 
 mod condition;
+#[cfg(test)]
+pub(crate) mod fixtures;
 mod rule;
 
 pub use condition::{Admin, Breaker, Condition, Probe};

@@ -1,0 +1,60 @@
+//! Rules for tests.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+
+use super::{
+    Endpoint, EndpointKey, EngineType, ExactMode, KvRule, Limits, Mode, Monitor, PortRange, Role, Rule, RuleId, RuleKey,
+    Score, Selector,
+};
+use crate::contract::{BlockSize, HashAlgo};
+
+/// A single-pool rule on 10.10.10.254:8080 with no endpoints.
+pub(crate) fn rule() -> Rule {
+    Rule {
+        id: RuleId(1),
+        key: RuleKey {
+            vip: IpAddr::V4(Ipv4Addr::new(10, 10, 10, 254)),
+            ports: PortRange::single(8080),
+            host: String::new(),
+            path_prefix: String::new(),
+            model: None,
+        },
+        name: String::new(),
+        selector: Selector::RoundRobin,
+        mode: Mode::FullProxy,
+        endpoints: Vec::new(),
+        monitor: Monitor::default(),
+        kv: KvRule {
+            mode: ExactMode::SinglePool,
+            engine: EngineType::Vllm,
+            block_size: BlockSize::new(16).expect("16 is not zero"),
+            algo: HashAlgo::Sha256Cbor,
+            zmq_port: 5557,
+            replay_port: None,
+            warmup: Duration::from_secs(30),
+            dp_ranks: 1,
+            score: Score::Prefix,
+            lb_mode: None,
+            load_floor: 4,
+        },
+        allowed_sources: Vec::new(),
+        decision_headers: false,
+        max_inspect_bytes: 32 << 20,
+        forwarded_headers: true,
+        client_half_close: false,
+        limits: Limits::default(),
+        admin_down: false,
+    }
+}
+
+/// An endpoint on a documentation address.
+pub(crate) fn endpoint(last_octet: u8, role: Role) -> Endpoint {
+    Endpoint {
+        key: EndpointKey { host: format!("192.0.2.{last_octet}"), port: 8000 },
+        weight: 1,
+        role,
+        admin_down: false,
+        monitor: None,
+    }
+}

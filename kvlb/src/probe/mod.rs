@@ -1,0 +1,198 @@
+//! Active health checks; their verdicts go to `state`.
+//!
+//! One task per endpoint and rule. A verdict turns after as many equal results in a row as the rule says (to down) or
+//! after one (to up), so that a lost packet does not empty a fleet and a recovered engine is used at once. The same task
+//! resolves the endpoint's name and asks what models the engine lists.
+
+mod streak;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+
+use crate::fleet::{EndpointKey, Monitor, Probe, ProbeKind};
+use crate::state::{Meters, State};
+use streak::Streak;
+
+/// After a first failure the next probe comes this soon, so that an outage is known within `retries` seconds.
+const CONFIRM_INTERVAL: Duration = Duration::from_secs(1);
+/// A probe's own time limit: an engine whose `/health` takes a second is fine.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often an engine is asked for its models, and a name for its addresses.
+const FACTS_INTERVAL: Duration = Duration::from_secs(30);
+/// An engine's list of models is small; what is larger is not one.
+const MODELS_BYTES_MAX: usize = 1 << 20;
+
+/// What one task watches.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// The rule and endpoint, for log lines.
+    pub label: String,
+    /// Where the endpoint is.
+    pub key: EndpointKey,
+    /// How it is probed.
+    pub monitor: Monitor,
+    /// Where the verdict goes.
+    pub meters: Arc<Meters>,
+}
+
+/// Probes one endpoint for ever.
+pub async fn watch(target: Target, state: Arc<State>, http: reqwest::Client) {
+    let facts = learn_facts(&target, &state, &http);
+    if target.monitor.enabled {
+        tokio::join!(facts, judge(&target, &state, &http));
+    } else {
+        if target.meters.set_probe(Probe::Unknown) {
+            state.conditions_changed();
+        }
+        facts.await;
+    }
+}
+
+async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
+    let mut streak = Streak::new(target.monitor.retries);
+    loop {
+        let result = probe(target, http).await;
+        let cause = result.as_ref().err().map_or_else(String::new, ToString::to_string);
+        if let Some(verdict) = streak.add(result.is_ok())
+            && target.meters.set_probe(verdict)
+        {
+            match verdict {
+                Probe::Down => tracing::warn!(endpoint = %target.label, cause, "endpoint is down"),
+                _ => tracing::info!(endpoint = %target.label, "endpoint is up"),
+            }
+            state.conditions_changed();
+        }
+        let soon = result.is_err() && target.meters.probe() != Probe::Down;
+        sleep(if soon { CONFIRM_INTERVAL.min(target.monitor.interval) } else { target.monitor.interval }).await;
+    }
+}
+
+/// Why a probe failed.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error("no address for {0}")]
+    Unresolved(String),
+    #[error("no answer within {} s", PROBE_TIMEOUT.as_secs())]
+    Timeout,
+    #[error("connect: {0}")]
+    Connect(std::io::Error),
+    #[error("http: {0}")]
+    Http(reqwest::Error),
+    #[error("status {0}")]
+    Status(u16),
+    #[error("the answer does not contain {0:?}")]
+    Content(String),
+}
+
+async fn probe(target: &Target, http: &reqwest::Client) -> Result<(), Failure> {
+    match target.monitor.kind {
+        ProbeKind::Tcp => timeout(PROBE_TIMEOUT, probe_tcp(target)).await.map_err(|_elapsed| Failure::Timeout)?,
+        ProbeKind::Http => probe_http(target, http).await,
+    }
+}
+
+async fn probe_tcp(target: &Target) -> Result<(), Failure> {
+    let mut last = Failure::Unresolved(target.key.host.clone());
+    for address in target.meters.addresses().iter() {
+        let address = SocketAddr::new(address.ip(), target.monitor.port.unwrap_or(address.port()));
+        match TcpStream::connect(address).await {
+            Ok(_stream) => return Ok(()),
+            Err(error) => last = Failure::Connect(error),
+        }
+    }
+    Err(last)
+}
+
+async fn probe_http(target: &Target, http: &reqwest::Client) -> Result<(), Failure> {
+    let place = EndpointKey { port: target.monitor.port.unwrap_or(target.key.port), ..target.key.clone() };
+    let path = target.monitor.request.trim_start_matches('/');
+    let answer = http
+        .get(format!("http://{place}/{path}"))
+        .timeout(PROBE_TIMEOUT)
+        .send()
+        .await
+        .map_err(|error| if error.is_timeout() { Failure::Timeout } else { Failure::Http(error) })?;
+    if !answer.status().is_success() {
+        return Err(Failure::Status(answer.status().as_u16()));
+    }
+    if target.monitor.response.is_empty() {
+        return Ok(());
+    }
+    let body = bounded_body(answer).await.map_err(Failure::Http)?;
+    if String::from_utf8_lossy(&body).contains(&target.monitor.response) {
+        Ok(())
+    } else {
+        Err(Failure::Content(target.monitor.response.clone()))
+    }
+}
+
+/// Keeps an endpoint's addresses and models fresh.
+async fn learn_facts(target: &Target, state: &State, http: &reqwest::Client) {
+    loop {
+        let known = resolve(target).await;
+        if known {
+            state.conditions_changed();
+        }
+        if let Some((models, adapters)) = ask_models(target, http).await {
+            target.meters.set_models(models, adapters);
+        }
+        let unknown = target.meters.addresses().is_empty() || target.meters.models().is_empty();
+        sleep(if unknown { CONFIRM_INTERVAL * 2 } else { FACTS_INTERVAL }).await;
+    }
+}
+
+/// Looks the name up; true when an endpoint without addresses has some now.
+async fn resolve(target: &Target) -> bool {
+    let before = target.meters.addresses();
+    match tokio::net::lookup_host((target.key.host.as_str(), target.key.port)).await {
+        Ok(found) => {
+            let mut addresses: Vec<_> = found.collect();
+            addresses.sort_unstable();
+            addresses.dedup();
+            let first = before.is_empty() && !addresses.is_empty();
+            target.meters.set_addresses(addresses);
+            first
+        }
+        Err(error) => {
+            // What a name meant a moment ago is better than nothing.
+            tracing::debug!(endpoint = %target.label, %error, "name did not resolve");
+            false
+        }
+    }
+}
+
+/// The models and adapters that an engine lists; `None` when it does not say.
+///
+/// Source: vLLM lists an adapter as a model whose `parent` is its base model.
+async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<(Vec<String>, Vec<String>)> {
+    let answer = http.get(format!("http://{}/v1/models", target.key)).timeout(PROBE_TIMEOUT).send().await.ok()?;
+    let page: Models = serde_json::from_slice(&bounded_body(answer).await.ok()?).ok()?;
+    let adapters = page.data.iter().filter(|m| m.parent.is_some()).map(|m| m.id.clone()).collect();
+    Some((page.data.into_iter().map(|m| m.id).collect(), adapters))
+}
+
+#[derive(serde::Deserialize)]
+struct Models {
+    data: Vec<Model>,
+}
+
+#[derive(serde::Deserialize)]
+struct Model {
+    id: String,
+    parent: Option<String>,
+}
+
+async fn bounded_body(mut answer: reqwest::Response) -> Result<Vec<u8>, reqwest::Error> {
+    let mut body = Vec::new();
+    while let Some(piece) = answer.chunk().await? {
+        if body.len() + piece.len() > MODELS_BYTES_MAX {
+            break;
+        }
+        body.extend_from_slice(&piece);
+    }
+    Ok(body)
+}

@@ -1,0 +1,316 @@
+//! What the proxy asks of the rest of kvlb, and what it tells it.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::buffer::{Chunk, Lease};
+use super::http::{Head, Reply};
+use crate::fleet::Limits;
+
+/// The rest of kvlb, as the proxy sees it. Every method may be called by all data threads at once, and but for
+/// [`Backplane::begin`] of a heavy request none may take longer than microseconds.
+pub trait Backplane: Send + Sync + 'static {
+    /// One request on its way.
+    type Call: Call;
+
+    /// Whether this client may talk to this VIP at all.
+    fn admits(&self, arrival: &Arrival) -> bool;
+
+    /// What is wanted of a request's body, by its head alone.
+    ///
+    /// # Errors
+    /// The answer to a request that no rule could ever serve.
+    fn survey(&self, head: &Head, arrival: &Arrival) -> Result<Survey, Reply>;
+
+    /// Whether [`Backplane::begin`] would hold a data thread for too long, so that it belongs on the worker pool.
+    fn is_heavy(&self, request: &Request) -> bool;
+
+    /// Finds the request's rule and learns from the body what the choice needs.
+    ///
+    /// # Errors
+    /// The answer to a request that no rule serves.
+    fn begin(&self, request: &Request) -> Result<Self::Call, Reply>;
+
+    /// As [`Backplane::begin`], without looking at the prompt: there is no time for it.
+    ///
+    /// # Errors
+    /// The answer to a request that no rule serves.
+    fn begin_hastily(&self, request: &Request, haste: Haste) -> Result<Self::Call, Reply>;
+
+    /// The calls whose answers make up the list of models: one for each rule of the VIP, where there are several. Empty:
+    /// the request is an ordinary one. Asked for `GET /v1/models` only.
+    fn models(&self, _request: &Request) -> Vec<Self::Call> {
+        Vec::new()
+    }
+}
+
+/// One request on its way, from its decision to its end.
+pub trait Call: Send + 'static {
+    /// Counts the request as in flight at its endpoint while it lives.
+    type Guard: 'static;
+
+    /// What the rule says about relaying.
+    fn terms(&self) -> Terms;
+
+    /// The endpoint to ask, none of `tried` (positions in the rule). `None`: nobody is left.
+    fn choose(&mut self, tried: &[usize]) -> Option<Target<Self::Guard>>;
+
+    /// Whether the rule's retry budget has room for one more; counts it where it has.
+    fn may_retry(&mut self) -> bool;
+
+    /// Hears what happened.
+    fn report(&mut self, event: Event);
+}
+
+/// Where a connection came in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// The address and port that the client connected to.
+    pub vip: SocketAddr,
+    /// The client.
+    pub client: SocketAddr,
+}
+
+/// A request, as far as it is known before an endpoint is chosen.
+#[derive(Debug)]
+pub struct Request {
+    /// Its head.
+    pub head: Head,
+    /// Where it came in.
+    pub arrival: Arrival,
+    pub(super) payload: Payload,
+}
+
+impl Request {
+    /// Its body, in whole or not at all. The payload alone where the client sent chunks.
+    pub fn body(&self) -> Body<'_> {
+        match &self.payload {
+            Payload::Whole { body, .. } => Body::Whole(body.bytes()),
+            Payload::Unseen(why) => Body::Unseen(*why),
+        }
+    }
+
+    /// Bytes of the body that are in memory.
+    pub(super) fn body_len(&self) -> usize {
+        match &self.payload {
+            Payload::Whole { body, .. } => body.len(),
+            Payload::Unseen(_) => 0,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Payload {
+    Whole {
+        /// The payload, with room for a head in front of it.
+        body: Chunk,
+        /// Trailer fields of a chunked body.
+        trailers: Vec<u8>,
+        lease: Lease,
+    },
+    Unseen(Unseen),
+}
+
+/// The body of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Body<'a> {
+    /// All of it.
+    Whole(&'a [u8]),
+    /// It goes by unread.
+    Unseen(Unseen),
+}
+
+/// Why a body goes by unread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unseen {
+    /// Nobody asked for it.
+    NotNeeded,
+    /// It is larger than the rule wants to read.
+    TooLarge,
+    /// The memory that all bodies may hold is used up.
+    OverMemory,
+}
+
+impl Unseen {
+    /// The word in `kvlb_miss_details_total`.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::NotNeeded => "not_needed",
+            Self::TooLarge => "too_large",
+            Self::OverMemory => "over_memory",
+        }
+    }
+}
+
+/// Why a decision cannot wait for the prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Haste {
+    /// The decision's time is over.
+    Budget,
+    /// The worker pool's queue is full.
+    QueueFull,
+}
+
+/// What is wanted of a request's body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Survey {
+    /// Bodies of up to this many bytes are read before choosing; `None`: the body does not matter.
+    pub inspect: Option<usize>,
+    /// The longest wait for the next piece of the body.
+    pub body_limit: Duration,
+}
+
+/// What a rule says about relaying.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// Time limits.
+    pub limits: Limits,
+    /// The endpoint is told of the client in `X-Forwarded-For` and `X-Forwarded-Proto`.
+    pub forwarded_headers: bool,
+    /// A client's FIN behind a complete request does not count as its leaving.
+    pub client_half_close: bool,
+}
+
+/// An endpoint to ask.
+#[derive(Debug)]
+pub struct Target<G> {
+    /// Its position in the rule (`ep_idx`).
+    pub position: usize,
+    /// Where it listens; tried in this order.
+    pub addresses: Addresses,
+    /// Field lines to add to the answer, each ending in CRLF (`decisionHeaders`); empty for none.
+    pub fields: Vec<u8>,
+    /// Held until the request has ended there.
+    pub guard: G,
+}
+
+/// The addresses of an endpoint, shared with whoever resolves them.
+#[derive(Clone, Debug)]
+pub struct Addresses(pub Arc<Vec<SocketAddr>>);
+
+impl Deref for Addresses {
+    type Target = [SocketAddr];
+
+    fn deref(&self) -> &[SocketAddr] {
+        &self.0
+    }
+}
+
+/// What happened to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// No connection to an endpoint could be opened. It has seen nothing of the request.
+    ConnectFailed {
+        /// Which endpoint.
+        position: usize,
+        /// How.
+        failure: ConnectFailure,
+    },
+    /// The head of an endpoint's answer came in.
+    Answered {
+        /// Which endpoint.
+        position: usize,
+        /// Its status.
+        status: u16,
+        /// From the end of the request to here.
+        waited: Duration,
+    },
+    /// An endpoint's connection ended, or its answer made no sense, before anything was relayed.
+    Died {
+        /// Which endpoint.
+        position: usize,
+    },
+    /// An endpoint's connection ended, or its answer made no sense, while it was being relayed.
+    BrokeOff {
+        /// Which endpoint.
+        position: usize,
+    },
+    /// An endpoint did not answer, or did not go on, within the rule's limits.
+    TimedOut {
+        /// Which endpoint.
+        position: usize,
+    },
+    /// The answer has been relayed to its end.
+    Finished {
+        /// Which endpoint.
+        position: usize,
+        /// Bytes of the answer.
+        bytes: u64,
+    },
+    /// The client left before its answer was complete.
+    ClientLeft(Phase),
+    /// The client got an answer of ours.
+    Replied {
+        /// Its status.
+        status: u16,
+    },
+}
+
+/// How a connect failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConnectFailure {
+    /// Nobody listens there.
+    Refused,
+    /// No answer within the limit.
+    TimedOut,
+    /// The network said something else.
+    Unreachable,
+    /// We have no file descriptor or memory for it: no fault of the endpoint's.
+    Ours,
+}
+
+impl ConnectFailure {
+    /// The word in `kvlb_endpoint_connects_total`.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Refused => "refused",
+            Self::TimedOut => "timed_out",
+            Self::Unreachable => "unreachable",
+            Self::Ours => "out_of_resources",
+        }
+    }
+}
+
+/// What a request is waiting for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// The rest of its head.
+    #[default]
+    Head,
+    /// The rest of its body.
+    Body,
+    /// A decision.
+    Decide,
+    /// A connection to an endpoint.
+    Connect,
+    /// The endpoint's answer.
+    Wait,
+    /// The rest of the answer.
+    Stream,
+}
+
+impl Phase {
+    /// Every phase, in order.
+    pub const ALL: [Self; 6] = [Self::Head, Self::Body, Self::Decide, Self::Connect, Self::Wait, Self::Stream];
+
+    /// The word in `kvlb_client_aborts_total`.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Head => "head",
+            Self::Body => "body",
+            Self::Decide => "decide",
+            Self::Connect => "connect",
+            Self::Wait => "wait",
+            Self::Stream => "stream",
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.label())
+    }
+}

@@ -1,0 +1,264 @@
+//! One client connection: one request after the other, until either side has had enough.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::Poll;
+use std::time::Duration;
+
+use super::alarm::{Alarm, Limit};
+use super::backplane::{Arrival, Backplane, Phase};
+use super::buffer::{Chunk, MEDIUM};
+use super::http::{Closing, Head, Reply};
+use super::io::{Backend, Leaving, Stream};
+use super::lane::{Lane, Order, Seat};
+use super::upload::Upload;
+use crate::clock;
+
+/// Room in front of a request, beyond its head's own length, for what its head grows by on the way.
+pub(super) const FRONT: usize = 512;
+/// How long an answer of ours may take to be taken: it fits into any socket's buffer.
+const REPLY_LIMIT: Duration = Duration::from_secs(10);
+/// How long, and how much, we read of a client that is still sending when we close. Closing at once would reset the
+/// connection, and the reset can overtake the answer that the client should see.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 8 << 20;
+
+/// A client connection.
+pub(super) struct Client<'s, B: Backend, P: Backplane> {
+    seat: &'s Seat<B, P>,
+    pub(super) stream: B::Stream,
+    pub(super) arrival: Arrival,
+    pub(super) alarm: Alarm,
+    /// Bytes that came behind the last request: the beginning of the next.
+    pub(super) carry: Cell<Option<Chunk>>,
+    pub(super) phase: Cell<Phase>,
+    pub(super) leaving: Cell<Leaving>,
+    /// The request on its way is a HEAD.
+    to_head: Cell<bool>,
+    /// It came in HTTP/1.0.
+    http_1_0: Cell<bool>,
+    /// It asked whether to send its body.
+    expects_continue: Cell<bool>,
+    /// What the client wants of the connection.
+    wish: Cell<Closing>,
+    /// The request has come in whole: what follows on the connection is the next one. Until then it must be closed.
+    whole: Cell<bool>,
+}
+
+/// Why a wait ended before what it waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stop {
+    /// The client is gone.
+    Left,
+    /// A limit was reached.
+    TimedOut(Limit),
+    /// The client's chunks are none.
+    Malformed,
+    /// The thread ends.
+    Ordered,
+}
+
+/// What becomes of a connection behind an exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum After {
+    /// The next request.
+    KeepAlive,
+    /// It is closed.
+    Close,
+    /// It is closed, but the client may still be sending.
+    Linger,
+    /// It is reset: what the client has is not the whole.
+    Reset,
+}
+
+/// Serves one connection to its end.
+pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B::Stream, arrival: Arrival) {
+    let client = Client {
+        seat,
+        stream,
+        arrival,
+        alarm: Alarm::new(),
+        carry: Cell::new(None),
+        phase: Cell::default(),
+        leaving: Cell::new(Leaving::HalfClose),
+        to_head: Cell::new(false),
+        http_1_0: Cell::new(false),
+        expects_continue: Cell::new(false),
+        wish: Cell::new(Closing::Close),
+        whole: Cell::new(false),
+    };
+    while client.next_request().await {
+        // Boxed, so that a connection between two requests holds none of this.
+        match Box::pin(client.exchange()).await {
+            After::KeepAlive => {}
+            After::Close => return,
+            After::Linger => return Box::pin(client.linger()).await,
+            After::Reset => return client.stream.reset_on_close(),
+        }
+    }
+}
+
+impl<B: Backend, P: Backplane> Client<'_, B, P> {
+    pub(super) fn lane(&self) -> &Lane<B, P> {
+        &self.seat.lane
+    }
+
+    /// Waits for the beginning of another request; false when none comes.
+    async fn next_request(&self) -> bool {
+        if self.seat.post.order() != Order::Go {
+            return false;
+        }
+        let carry = self.carry.take();
+        if carry.is_some() {
+            self.carry.set(carry);
+            return true;
+        }
+        self.alarm.set(Some((clock::now() + self.lane().config.client_idle, Limit::Idle)));
+        let mut readable = pin!(self.stream.readable());
+        poll_fn(|cx| {
+            if readable.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(true);
+            }
+            if self.alarm.poll(cx).is_ready() || self.seat.post.poll(Order::Finish, cx).is_ready() {
+                return Poll::Ready(false);
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Forgets the last request.
+    pub(super) fn begin(&self) {
+        self.phase.set(Phase::Head);
+        self.leaving.set(Leaving::HalfClose);
+        self.to_head.set(false);
+        self.wish.set(Closing::Close);
+        self.whole.set(false);
+    }
+
+    /// Learns how answers to this request must look.
+    pub(super) fn learn(&self, head: &Head) {
+        self.to_head.set(head.is_head());
+        self.http_1_0.set(head.is_http_1_0());
+        self.expects_continue.set(head.expects_continue());
+        self.wish.set(match (head.keep_alive(), head.is_http_1_0()) {
+            (false, _) => Closing::Close,
+            (true, true) => Closing::KeepAliveAloud,
+            (true, false) => Closing::KeepAlive,
+        });
+    }
+
+    pub(super) fn is_to_head(&self) -> bool {
+        self.to_head.get()
+    }
+
+    pub(super) fn is_http_1_0(&self) -> bool {
+        self.http_1_0.get()
+    }
+
+    /// Whether the client may still wait to be asked for its body.
+    pub(super) fn waits_to_send(&self) -> bool {
+        self.expects_continue.get() && !self.whole.get()
+    }
+
+    /// The request has come in whole.
+    pub(super) fn received(&self) {
+        self.whole.set(true);
+    }
+
+    /// What an answer's head says of the connection.
+    pub(super) fn closing(&self) -> Closing {
+        if self.lane().is_draining() || !self.whole.get() { Closing::Close } else { self.wish.get() }
+    }
+
+    /// What becomes of the connection behind an answer that said so.
+    pub(super) fn after(&self, closing: Closing) -> After {
+        match closing {
+            Closing::KeepAlive | Closing::KeepAliveAloud => After::KeepAlive,
+            Closing::Close if self.whole.get() => After::Close,
+            Closing::Close => After::Linger,
+        }
+    }
+
+    /// Keeps bytes that belong to the next request.
+    pub(super) fn carry_over(&self, bytes: &[u8]) {
+        if !bytes.is_empty() {
+            let mut carry = Chunk::with_room(FRONT, bytes.len().max(MEDIUM - FRONT));
+            carry.append(bytes);
+            self.carry.set(Some(carry));
+        }
+    }
+
+    /// Waits for `task`, while the client stays, time remains and no order comes. An upload goes on beside it.
+    pub(super) fn watch<F: Future>(
+        &self,
+        upload: Option<&mut Upload<'_>>,
+        task: F,
+    ) -> impl Future<Output = Result<F::Output, Stop>> {
+        self.wait_for(task, upload, true)
+    }
+
+    /// As [`Client::watch`], for tasks that read from the client and so see its leaving themselves.
+    pub(super) fn wait<F: Future>(&self, task: F) -> impl Future<Output = Result<F::Output, Stop>> {
+        self.wait_for(task, None, false)
+    }
+
+    async fn wait_for<F: Future>(
+        &self,
+        task: F,
+        mut upload: Option<&mut Upload<'_>>,
+        see_leaving: bool,
+    ) -> Result<F::Output, Stop> {
+        let mut task = pin!(task);
+        let mut left = pin!(self.stream.closed(self.leaving.get()));
+        poll_fn(|cx| {
+            if let Some(upload) = upload.as_deref_mut()
+                && let Poll::Ready(stop) = upload.poll(cx)
+            {
+                return Poll::Ready(Err(stop));
+            }
+            if let Poll::Ready(output) = task.as_mut().poll(cx) {
+                return Poll::Ready(Ok(output));
+            }
+            if see_leaving && left.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Err(Stop::Left));
+            }
+            if let Poll::Ready(limit) = self.alarm.poll(cx) {
+                return Poll::Ready(Err(Stop::TimedOut(limit)));
+            }
+            self.seat.post.poll(Order::Abort, cx).map(|()| Err(Stop::Ordered))
+        })
+        .await
+    }
+
+    /// Sends an answer of ours.
+    pub(super) async fn reply(&self, reply: &Reply) -> After {
+        let closing = self.closing();
+        let chunk = Chunk::copy_of(0, &reply.write(self.to_head.get(), closing));
+        self.alarm.set(Some((clock::now() + REPLY_LIMIT, Limit::Reply)));
+        let own_code = if reply.code().is_empty() { None } else { Some(reply.code()) };
+        self.lane().meter.answered(reply.status(), own_code);
+        match self.wait(self.stream.write_all(chunk)).await {
+            Ok((Ok(()), _chunk)) => self.after(closing),
+            _ => After::Close,
+        }
+    }
+
+    /// Ends our side, and reads for a while what the client still sends.
+    async fn linger(&self) {
+        self.stream.finish();
+        self.alarm.set(Some((clock::now() + LINGER, Limit::Reply)));
+        let mut chunk = Chunk::with_room(0, MEDIUM);
+        let mut read = 0;
+        while read < LINGER_BYTES {
+            chunk.clear(0);
+            let result;
+            match self.wait(self.stream.read(chunk)).await {
+                Ok((Ok(count), back)) if count > 0 => (result, chunk) = (count, back),
+                _end_error_or_limit => return,
+            }
+            read += result;
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! One request and its answer.
+//!
+//! Read the head, survey it, read the body where that is wanted, decide; then ask endpoints until one answers, and relay
+//! the answer. What is sent twice, and when: a request goes to another endpoint when no connection could be opened, and
+//! once when the engine itself said that it has not started (503, 429); it goes to the same endpoint again only when a
+//! *reused* connection ended before a single byte of an answer. Everything else that happens after sending is final.
+
+use std::sync::Arc;
+
+use super::alarm::Limit;
+use super::backplane::{Backplane, Call, Event, Payload, Phase, Request};
+use super::client::{After, Client, Stop};
+use super::http::{ChunkError, Refusal, Reply};
+use super::intake::Read;
+use super::io::{Backend, Leaving};
+use super::walk::Walk;
+use crate::clock;
+
+/// Why an exchange ended before its answer was relayed whole.
+pub(super) enum End {
+    /// A wait ended: see there.
+    Stopped(Stop),
+    /// The client closed between two requests.
+    Quiet,
+    /// The client gets this answer of ours.
+    Reply(Reply),
+    /// The answer broke off where the client must see it; by a reset where only the connection's end delimits it.
+    BrokenOff { reset: bool },
+}
+
+impl From<Stop> for End {
+    fn from(stop: Stop) -> Self {
+        Self::Stopped(stop)
+    }
+}
+
+impl From<Refusal> for End {
+    fn from(refusal: Refusal) -> Self {
+        Self::Reply(refusal.into())
+    }
+}
+
+impl From<Reply> for End {
+    fn from(reply: Reply) -> Self {
+        Self::Reply(reply)
+    }
+}
+
+impl From<ChunkError> for End {
+    fn from(_malformed: ChunkError) -> Self {
+        Refusal::Chunk.into()
+    }
+}
+
+impl<B: Backend, P: Backplane> Client<'_, B, P> {
+    /// Takes one request and sees to its answer.
+    pub(super) async fn exchange(&self) -> After {
+        self.begin();
+        let end = match self.request_and_answer().await {
+            Ok(after) => return after,
+            Err(end) => end,
+        };
+        match end {
+            End::Quiet | End::Stopped(Stop::Ordered) => After::Close,
+            End::Stopped(Stop::Left) => {
+                self.lane().meter.client_left(self.phase.get());
+                After::Close
+            }
+            End::Stopped(Stop::TimedOut(limit)) => self.reply(&timed_out(limit)).await,
+            End::Stopped(Stop::Malformed) => self.reply(&Refusal::Chunk.into()).await,
+            End::Reply(reply) => self.reply(&reply).await,
+            End::BrokenOff { reset: true } => After::Reset,
+            End::BrokenOff { reset: false } => After::Close,
+        }
+    }
+
+    async fn request_and_answer(&self) -> Result<After, End> {
+        let (head, rest) = self.read_head().await?;
+        self.learn(&head);
+        let survey = self.lane().backplane.survey(&head, &self.arrival)?;
+        self.phase.set(Phase::Body);
+        let (payload, passing) = match self.read_body(&head, rest, &survey).await? {
+            Read::Whole(payload) => (payload, None),
+            Read::Passing(passing, why) => (Payload::Unseen(why), Some(passing)),
+        };
+        self.alarm.set(None);
+        self.phase.set(Phase::Decide);
+        let request = Arc::new(Request { head, arrival: self.arrival, payload });
+        if passing.is_none() {
+            self.received();
+        }
+        let began = clock::now();
+        let mut call = self.decide(&request).await?;
+        let terms = call.terms();
+        if terms.client_half_close {
+            self.leaving.set(Leaving::Broken);
+        }
+        let sending = self.compose(request, passing, &terms);
+        let walked = Walk::new(self, &mut call, began).run(sending).await;
+        if let Err(end) = &walked
+            && let Some(event) = self.told(end)
+        {
+            call.report(event);
+        }
+        walked
+    }
+
+    /// What an end means to the request's rule.
+    fn told(&self, end: &End) -> Option<Event> {
+        match end {
+            End::Stopped(Stop::Left) => Some(Event::ClientLeft(self.phase.get())),
+            End::Stopped(Stop::TimedOut(limit)) => Some(Event::Replied { status: timed_out(*limit).status() }),
+            End::Stopped(Stop::Malformed) => Some(Event::Replied { status: Refusal::Chunk.status() }),
+            End::Reply(reply) => Some(Event::Replied { status: reply.status() }),
+            End::Stopped(Stop::Ordered) | End::Quiet | End::BrokenOff { .. } => None,
+        }
+    }
+}
+
+fn timed_out(limit: Limit) -> Reply {
+    match limit {
+        Limit::Idle | Limit::Head | Limit::Reply => {
+            Reply::error(408, "request_timeout", "the request's header section did not come in time")
+        }
+        Limit::Body => Reply::error(408, "request_body_timeout", "the request's body did not come in time"),
+        Limit::FirstByte => Reply::error(504, "first_byte_timeout", "the endpoint did not begin to answer in time"),
+        Limit::Pause => Reply::error(504, "idle_timeout", "the endpoint did not go on in time"),
+        Limit::Total => Reply::error(504, "total_timeout", "the request took longer than its rule allows"),
+    }
+}

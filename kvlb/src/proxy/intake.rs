@@ -1,0 +1,259 @@
+//! A request on its way in: its head, its body, the decision, and the request as an endpoint gets it.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::alarm::Limit;
+use super::backplane::{Backplane, Haste, Payload, Request, Survey, Terms, Unseen};
+use super::buffer::{Chunk, LARGE, Lease, MEDIUM};
+use super::client::{Client, FRONT, Stop};
+use super::exchange::End;
+use super::http::{Chunked, Forward, Framing, HEAD_MAX, Head, HeadScan, size_line};
+use super::io::{Backend, Stream};
+use super::upload::{Parcel, Passing, Rest, append_end};
+use crate::clock;
+
+/// A request's body, as far as it is read before an endpoint is chosen.
+pub(super) enum Read {
+    /// All of it.
+    Whole(Payload),
+    /// It goes through as it comes.
+    Passing(Passing, Unseen),
+}
+
+/// What goes to an endpoint.
+pub(super) enum Sending {
+    /// Head and body, whole in memory.
+    Whole(Parcel),
+    /// The head, and a body that goes through as it comes.
+    Through(Vec<u8>, Passing),
+}
+
+impl<B: Backend, P: Backplane> Client<'_, B, P> {
+    /// The head of the next request, and what came behind it.
+    pub(super) async fn read_head(&self) -> Result<(Head, Chunk), End> {
+        let mut chunk = self.carry.take().unwrap_or_else(|| Chunk::with_room(FRONT, MEDIUM - FRONT));
+        let mut scan = HeadScan::default();
+        self.alarm.set(Some((clock::now() + self.lane().config.client_head, Limit::Head)));
+        loop {
+            if !chunk.is_empty()
+                && let Some((head, length)) = scan.request(chunk.bytes())?
+            {
+                chunk.consume(length);
+                return Ok((head, chunk));
+            }
+            if chunk.spare() == 0 {
+                chunk.reserve(HEAD_MAX.saturating_sub(chunk.len()).max(1));
+            }
+            let read;
+            (read, chunk) = self.wait(self.stream.read(chunk)).await?;
+            if !matches!(read, Ok(count) if count > 0) {
+                return Err(if chunk.is_empty() { End::Quiet } else { Stop::Left.into() });
+            }
+        }
+    }
+
+    /// The body, whole, or what has come of it where it is to go through. `chunk` is what came behind the head.
+    pub(super) async fn read_body(&self, head: &Head, chunk: Chunk, survey: &Survey) -> Result<Read, End> {
+        match head.framing() {
+            Framing::None => Ok(self.whole(chunk, 0, Vec::new())),
+            Framing::Length(length) => match usize::try_from(length) {
+                Ok(length) if chunk.len() >= length => Ok(self.whole(chunk, length, Vec::new())),
+                _ => self.read_length(head, chunk, length, survey).await,
+            },
+            Framing::Chunked => self.read_chunked(head, chunk, survey).await,
+        }
+    }
+
+    /// The first `length` bytes are the body, what lies behind them the next request.
+    fn whole(&self, mut body: Chunk, length: usize, trailers: Vec<u8>) -> Read {
+        self.carry_over(&body.bytes()[length..]);
+        body.truncate(length);
+        Read::Whole(Payload::Whole { body, trailers, lease: self.lane().budget.lease() })
+    }
+
+    async fn read_length(&self, head: &Head, body: Chunk, length: u64, survey: &Survey) -> Result<Read, End> {
+        let pass = |payload: Chunk, why| {
+            let rest = Rest::Length(length - payload.len() as u64);
+            Ok(Read::Passing(Passing { payload, raw: Chunk::none(), rest, limit: survey.body_limit }, why))
+        };
+        let mut body = body;
+        let Some(max) = survey.inspect else { return pass(body, Unseen::NotNeeded) };
+        let Some(length) = usize::try_from(length).ok().filter(|length| *length <= max) else {
+            return pass(body, Unseen::TooLarge);
+        };
+        let mut lease = self.lane().budget.lease();
+        if !lease.hold(body.len()) {
+            return pass(body, Unseen::OverMemory);
+        }
+        self.say_continue(head, &body).await?;
+        body.reserve_total(length);
+        while body.len() < length {
+            if !lease.hold(length.min(body.len() + LARGE)) {
+                return pass(body, Unseen::OverMemory);
+            }
+            body = self.read_more(body, survey).await?;
+        }
+        self.carry_over(&body.bytes()[length..]);
+        body.truncate(length);
+        Ok(Read::Whole(Payload::Whole { body, trailers: Vec::new(), lease }))
+    }
+
+    async fn read_chunked(&self, head: &Head, mut raw: Chunk, survey: &Survey) -> Result<Read, End> {
+        let mut chunked = Chunked::default();
+        let mut lease = self.lane().budget.lease();
+        let mut body = Chunk::with_room(FRONT + head.fields().bytes(), MEDIUM - FRONT);
+        let mut told = false;
+        loop {
+            let (payload, used) = chunked.decode(raw.bytes_mut())?;
+            if chunked.is_done() {
+                self.carry_over(&raw.bytes()[used..]);
+            }
+            raw.truncate(payload);
+            let size = body.len() + raw.len();
+            let why = match survey.inspect {
+                _ if chunked.is_done() => None,
+                None => Some(Unseen::NotNeeded),
+                Some(max) if size > max => Some(Unseen::TooLarge),
+                Some(_) => (!lease.hold(size)).then_some(Unseen::OverMemory),
+            };
+            body.append(raw.bytes());
+            if let Some(why) = why {
+                let rest = Rest::Chunked(chunked);
+                return Ok(Read::Passing(
+                    Passing { payload: body, raw: Chunk::none(), rest, limit: survey.body_limit },
+                    why,
+                ));
+            }
+            if chunked.is_done() {
+                let trailers = chunked.trailers().to_vec();
+                return Ok(Read::Whole(Payload::Whole { body, trailers, lease }));
+            }
+            if !told {
+                told = true;
+                self.say_continue(head, &body).await?;
+            }
+            raw.clear(0);
+            raw = self.read_more(raw, survey).await?;
+        }
+    }
+
+    /// Tells a client that waits for it to send the body, unless that has begun to come already.
+    async fn say_continue(&self, head: &Head, body: &Chunk) -> Result<(), End> {
+        if head.expects_continue() && body.is_empty() {
+            self.send_continue().await?;
+        }
+        Ok(())
+    }
+
+    pub(super) async fn send_continue(&self) -> Result<(), End> {
+        let interim = Chunk::copy_of(0, b"HTTP/1.1 100 Continue\r\n\r\n");
+        match self.wait(self.stream.write_all(interim)).await? {
+            (Ok(()), _chunk) => Ok(()),
+            (Err(_gone), _chunk) => Err(Stop::Left.into()),
+        }
+    }
+
+    async fn read_more(&self, mut body: Chunk, survey: &Survey) -> Result<Chunk, End> {
+        if body.spare() == 0 {
+            body.reserve(LARGE);
+        }
+        self.alarm.set(Some((clock::now() + survey.body_limit, Limit::Body)));
+        match self.wait(self.stream.read(body)).await? {
+            (Ok(count), body) if count > 0 => Ok(body),
+            (_end_or_error, _body) => Err(Stop::Left.into()),
+        }
+    }
+
+    /// Decides here, or on the worker pool where that takes longer than a data thread may be held.
+    pub(super) async fn decide(&self, request: &Arc<Request>) -> Result<P::Call, End> {
+        let backplane = &self.lane().backplane;
+        if !backplane.is_heavy(request) {
+            return Ok(backplane.begin(request)?);
+        }
+        let (sender, decided) = oneshot::channel();
+        let job = {
+            let (backplane, request) = (Arc::clone(backplane), Arc::clone(request));
+            move || {
+                // Nobody waits any more when the client has left or the budget has run out in the queue.
+                if !sender.is_closed() {
+                    let call = backplane.begin(&request);
+                    // The request must be ours alone again when the answer arrives, so that its body need not be copied.
+                    drop(request);
+                    drop(sender.send(call));
+                }
+            }
+        };
+        if self.lane().workers.submit(job).is_err() {
+            return Ok(backplane.begin_hastily(request, Haste::QueueFull)?);
+        }
+        self.lane().meter.offloaded();
+        let decided = tokio::time::timeout(self.lane().config.decision_budget, decided);
+        match self.watch(None, decided).await? {
+            Ok(Ok(call)) => Ok(call?),
+            Ok(Err(_)) | Err(_) => Ok(backplane.begin_hastily(request, Haste::Budget)?),
+        }
+    }
+
+    /// The request as endpoints get it.
+    pub(super) fn compose(&self, request: Arc<Request>, passing: Option<Passing>, terms: &Terms) -> Sending {
+        let forward = |head: &Head, framing, expect_continue| {
+            let forward = Forward {
+                client: terms.forwarded_headers.then(|| self.arrival.client.ip()),
+                vip: self.arrival.vip.to_string(),
+                framing,
+                expect_continue,
+            };
+            let mut bytes = Vec::with_capacity(head.fields().bytes() + 128);
+            head.write_for_endpoint(&mut bytes, &forward);
+            bytes
+        };
+        if let Some(passing) = passing {
+            let expect = request.head.expects_continue() && passing.payload.is_empty();
+            return Sending::Through(
+                forward(&request.head, passing.rest.framing(request.head.framing()), expect),
+                passing,
+            );
+        }
+        let head = &request.head;
+        let framing = match head.framing() {
+            Framing::Length(_) => Framing::Length(request.body_len() as u64),
+            other => other,
+        };
+        let mut bytes = forward(head, framing, false);
+        let chunked = framing == Framing::Chunked;
+        let (mut body, trailers, lease) = take_body(request);
+        if chunked {
+            if !body.is_empty() {
+                bytes.extend_from_slice(size_line(body.len()).as_bytes());
+                body.append(b"\r\n");
+            }
+            append_end(&mut body, &trailers);
+        }
+        body.prepend(&bytes);
+        Sending::Whole(Parcel { bytes: body, lease })
+    }
+}
+
+/// The body out of a request; a copy where a worker that ran out of time still reads it.
+fn take_body(request: Arc<Request>) -> (Chunk, Vec<u8>, Option<Lease>) {
+    let request = match Arc::try_unwrap(request) {
+        Ok(request) => request,
+        Err(shared) => return copy_body(&shared),
+    };
+    match request.payload {
+        Payload::Whole { body, trailers, lease } => (body, trailers, Some(lease)),
+        Payload::Unseen(_) => (Chunk::none(), Vec::new(), None),
+    }
+}
+
+fn copy_body(request: &Request) -> (Chunk, Vec<u8>, Option<Lease>) {
+    match &request.payload {
+        Payload::Whole { body, trailers, .. } => {
+            let front = FRONT + request.head.fields().bytes();
+            (Chunk::copy_of(front, body.bytes()), trailers.clone(), None)
+        }
+        Payload::Unseen(_) => (Chunk::none(), Vec::new(), None),
+    }
+}

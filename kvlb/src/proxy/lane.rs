@@ -1,0 +1,356 @@
+//! One data thread: its listeners, its connections, and what they share.
+//!
+//! Nothing here leaves the thread. Orders from outside come through a channel; the backplane, the meter, the worker pool
+//! and the body budget are the only things that data threads have in common.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{Notify, mpsc};
+use tokio::task::{JoinHandle, spawn_local, yield_now};
+use tokio::time::{sleep, sleep_until};
+
+use super::backplane::{Arrival, Backplane};
+use super::buffer::{self, Budget};
+use super::client;
+use super::idle::{Bounds, Idle};
+use super::io::{Backend, Listener, Stream};
+use super::meter::{Meter, Pulse, Refused};
+use super::workers::Workers;
+use super::{Config, Link};
+use crate::clock;
+
+/// How often a thread takes its own pulse, and sweeps its idle connections. Rare enough to cost nothing.
+const TICK: Duration = Duration::from_millis(50);
+/// Connections taken in a row before the thread looks after those it has.
+const ACCEPT_BURST: u32 = 16;
+/// First pause after a failed accept, doubled up to the longest: with all descriptors in use, trying is no help.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
+const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
+/// How long connections that were told to end at once may take for it.
+const ABORT_GRACE: Duration = Duration::from_secs(1);
+
+/// What a data thread is told.
+#[derive(Debug)]
+pub(super) enum Command {
+    /// Serve this listening socket.
+    Listen(Link, std::net::TcpListener),
+    /// Serve it no more; `release` leaves the socket listening, for whoever else holds it.
+    Unlisten { link: Link, release: bool },
+    /// Accept nothing more, end when the last connection has ended or at the deadline.
+    Drain { deadline: Instant, release: bool },
+}
+
+/// What a connection is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Order {
+    /// Go on.
+    Go,
+    /// End when the answer on its way is complete.
+    Finish,
+    /// End now.
+    Abort,
+}
+
+/// Where a connection gets its orders.
+#[derive(Debug)]
+pub(super) struct Post {
+    order: Cell<Order>,
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Post {
+    /// Ready when the order is at least `order`.
+    pub(super) fn poll(&self, order: Order, cx: &mut Context<'_>) -> Poll<()> {
+        if self.order.get() >= order {
+            return Poll::Ready(());
+        }
+        let mut waker = self.waker.borrow_mut();
+        match &mut *waker {
+            Some(waker) => waker.clone_from(cx.waker()),
+            None => *waker = Some(cx.waker().clone()),
+        }
+        Poll::Pending
+    }
+
+    pub(super) fn order(&self) -> Order {
+        self.order.get()
+    }
+
+    fn give(&self, order: Order) {
+        self.order.set(order.max(self.order.get()));
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+}
+
+/// What the connections of one data thread share.
+pub(super) struct Lane<B: Backend, P: Backplane> {
+    pub(super) backplane: Arc<P>,
+    pub(super) meter: Arc<dyn Meter>,
+    pub(super) config: Arc<Config>,
+    pub(super) workers: Arc<Workers>,
+    pub(super) budget: Arc<Budget>,
+    pub(super) idle: RefCell<Idle<B::Stream>>,
+    number: usize,
+    posts: RefCell<Posts>,
+    draining: Cell<bool>,
+    emptied: Notify,
+}
+
+/// The connections of a thread, by their place.
+#[derive(Default)]
+struct Posts {
+    places: Vec<Option<Rc<Post>>>,
+    free: Vec<usize>,
+}
+
+/// What data threads have in common.
+pub(super) struct Shared<P> {
+    pub(super) backplane: Arc<P>,
+    pub(super) meter: Arc<dyn Meter>,
+    pub(super) config: Arc<Config>,
+    pub(super) workers: Arc<Workers>,
+    pub(super) budget: Arc<Budget>,
+}
+
+/// A data thread's whole life.
+pub(super) async fn run<B: Backend, P: Backplane>(
+    number: usize,
+    shared: Shared<P>,
+    mut commands: mpsc::UnboundedReceiver<Command>,
+) {
+    buffer::open_shelf();
+    let lane = Rc::new(Lane::<B, P>::new(number, shared));
+    let pulse = spawn_local(take_pulse(Rc::clone(&lane)));
+    let mut doors = BTreeMap::new();
+    let (deadline, release) = loop {
+        match commands.recv().await {
+            Some(Command::Listen(link, socket)) => open_door(&lane, &mut doors, link, socket),
+            Some(Command::Unlisten { link, release }) => {
+                doors.remove(&link).into_iter().for_each(|door| door.shut(release))
+            }
+            Some(Command::Drain { deadline, release }) => break (deadline, release),
+            None => break (clock::now(), false),
+        }
+    };
+    doors.into_values().for_each(|door| door.shut(release));
+    lane.drain(deadline).await;
+    pulse.abort();
+    lane.idle.borrow_mut().clear();
+    buffer::close_shelf();
+}
+
+/// A listening socket and the task that accepts from it.
+struct Door<L> {
+    listener: Rc<L>,
+    task: JoinHandle<()>,
+}
+
+impl<L: Listener> Door<L> {
+    fn shut(self, release: bool) {
+        self.task.abort();
+        if !release {
+            self.listener.stop();
+        }
+    }
+}
+
+fn open_door<B: Backend, P: Backplane>(
+    lane: &Rc<Lane<B, P>>,
+    doors: &mut BTreeMap<Link, Door<B::Listener>>,
+    link: Link,
+    socket: std::net::TcpListener,
+) {
+    match B::listen(socket) {
+        Ok(listener) => {
+            let listener = Rc::new(listener);
+            let task = spawn_local(accept(Rc::clone(lane), Rc::clone(&listener)));
+            if let Some(replaced) = doors.insert(link, Door { listener, task }) {
+                replaced.shut(false);
+            }
+        }
+        Err(error) => tracing::error!(%error, "a listening socket cannot be served"),
+    }
+}
+
+/// Accepts until it is aborted; no error ends it.
+async fn accept<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>, listener: Rc<B::Listener>) {
+    let (mut pause, mut burst) = (ACCEPT_PAUSE, 0);
+    loop {
+        match listener.accept().await {
+            Ok((stream, client)) => {
+                pause = ACCEPT_PAUSE;
+                lane.receive(stream, client);
+                burst += 1;
+                if burst == ACCEPT_BURST {
+                    burst = 0;
+                    yield_now().await;
+                }
+            }
+            Err(error) => {
+                lane.meter.accept_failed();
+                if is_out_of_descriptors(&error) {
+                    lane.idle.borrow_mut().clear();
+                }
+                tracing::debug!(%error, ?pause, "accept failed");
+                sleep(pause).await;
+                pause = ACCEPT_PAUSE_MAX.min(pause * 2);
+            }
+        }
+    }
+}
+
+/// Whether an error means that the process or the machine has no file descriptor or memory left.
+pub(super) fn is_out_of_descriptors(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS))
+}
+
+/// Says twenty times a second how the thread fares. A pulse that comes late tells of something that held the thread.
+async fn take_pulse<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>) {
+    let mut due = clock::now() + TICK;
+    loop {
+        sleep_until(due.into()).await;
+        let now = clock::now();
+        lane.idle.borrow_mut().sweep(now);
+        lane.meter.tick(&Pulse {
+            thread: lane.number,
+            late: now.saturating_duration_since(due),
+            clients: lane.posts.borrow().open(),
+            idle_endpoint_connections: lane.idle.borrow().len(),
+            shelved_bytes: buffer::shelved_bytes(),
+            block_bytes: buffer::block_bytes(),
+            body_bytes_held: lane.budget.used(),
+        });
+        due = now + TICK;
+    }
+}
+
+impl<B: Backend, P: Backplane> Lane<B, P> {
+    fn new(number: usize, shared: Shared<P>) -> Self {
+        let Shared { backplane, meter, config, workers, budget } = shared;
+        let bounds = Bounds { per_endpoint: config.idle_per_endpoint, total: config.idle_total, age: config.idle_age };
+        Self {
+            backplane,
+            meter,
+            config,
+            workers,
+            budget,
+            idle: RefCell::new(Idle::new(bounds)),
+            number,
+            posts: RefCell::default(),
+            draining: Cell::new(false),
+            emptied: Notify::new(),
+        }
+    }
+
+    /// Whether the thread is about to end: no connection is kept for another request.
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining.get()
+    }
+
+    /// Serves a new connection in a task of its own, or turns it away.
+    fn receive(self: &Rc<Self>, stream: B::Stream, client: std::net::SocketAddr) {
+        // A connection that has no local address any more is gone already.
+        let Ok(vip) = stream.local_addr() else { return };
+        let arrival = Arrival { vip, client };
+        let refusal = if self.posts.borrow().open() >= self.config.connections_max {
+            Some(Refused::TooMany)
+        } else {
+            (!self.backplane.admits(&arrival)).then_some(Refused::NotAdmitted)
+        };
+        match refusal {
+            Some(cause) => {
+                self.meter.client_refused(cause);
+                stream.reset_on_close();
+            }
+            None => {
+                let seat = Seat::take(self);
+                spawn_local(async move {
+                    client::serve(&seat, stream, arrival).await;
+                });
+            }
+        }
+    }
+
+    async fn drain(&self, deadline: Instant) {
+        self.draining.set(true);
+        self.posts.borrow().give(Order::Finish);
+        if tokio::time::timeout_at(deadline.into(), self.empty()).await.is_ok() {
+            return;
+        }
+        tracing::info!(thread = self.number, connections = self.posts.borrow().open(), "drain timeout: cutting off");
+        self.posts.borrow().give(Order::Abort);
+        if tokio::time::timeout(ABORT_GRACE, self.empty()).await.is_err() {
+            tracing::warn!(
+                thread = self.number,
+                connections = self.posts.borrow().open(),
+                "connections outlive their end"
+            );
+        }
+    }
+
+    async fn empty(&self) {
+        while self.posts.borrow().open() > 0 {
+            self.emptied.notified().await;
+        }
+    }
+}
+
+impl Posts {
+    fn open(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
+    fn give(&self, order: Order) {
+        for post in self.places.iter().flatten() {
+            post.give(order);
+        }
+    }
+
+    fn add(&mut self, post: Rc<Post>) -> usize {
+        if let Some(place) = self.free.pop() {
+            self.places[place] = Some(post);
+            return place;
+        }
+        self.places.push(Some(post));
+        self.places.len() - 1
+    }
+
+    fn remove(&mut self, place: usize) {
+        self.places[place] = None;
+        self.free.push(place);
+    }
+}
+
+/// A connection's place in its thread, given up when dropped, also by a panic.
+pub(super) struct Seat<B: Backend, P: Backplane> {
+    pub(super) lane: Rc<Lane<B, P>>,
+    pub(super) post: Rc<Post>,
+    place: usize,
+}
+
+impl<B: Backend, P: Backplane> Seat<B, P> {
+    fn take(lane: &Rc<Lane<B, P>>) -> Self {
+        let post = Rc::new(Post { order: Cell::new(Order::Go), waker: RefCell::new(None) });
+        let place = lane.posts.borrow_mut().add(Rc::clone(&post));
+        lane.meter.client_opened();
+        Self { lane: Rc::clone(lane), post, place }
+    }
+}
+
+impl<B: Backend, P: Backplane> Drop for Seat<B, P> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.lane.meter.panicked();
+        }
+        self.lane.posts.borrow_mut().remove(self.place);
+        self.lane.meter.client_closed();
+        self.lane.emptied.notify_one();
+    }
+}

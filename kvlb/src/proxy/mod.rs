@@ -1,0 +1,289 @@
+//! The L7 data path: read a request, ask the rest of kvlb, connect, relay, try again with the loser excluded.
+//!
+//! One data thread per core, each with its own runtime, listeners and connections ([`lane`]); nothing is shared but the
+//! [`Backplane`], which is the rest of kvlb as the proxy sees it. A connection is one task: [`client`] takes one request
+//! after the other, [`exchange`] sees one of them through. Sockets are behind [`io`], with io_uring ([`ring`]) and epoll
+//! ([`epoll`]) behind that.
+//!
+//! Held here, whatever comes from outside: the client's bytes reach the engine unchanged and the engine's bytes the client
+//! at once; a request that an engine may have started is never sent again; a broken answer never ends cleanly; a client that
+//! leaves takes its request along; a slow client holds up nobody but itself.
+
+mod alarm;
+mod answer;
+mod backplane;
+mod buffer;
+mod client;
+mod connect;
+mod epoll;
+mod exchange;
+mod http;
+mod idle;
+mod intake;
+mod io;
+mod lane;
+mod meter;
+mod retry;
+mod ring;
+#[cfg(test)]
+mod suite;
+mod upload;
+mod walk;
+mod workers;
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::sync::mpsc;
+
+pub use self::backplane::{
+    Addresses, Arrival, Backplane, Body, Call, ConnectFailure, Event, Haste, Phase, Request, Survey, Target, Terms,
+    Unseen,
+};
+pub use self::buffer::Chunk;
+pub use self::http::{Fields, Framing, Head, Refusal, Reply};
+pub use self::io::{Engine, Io};
+pub use self::meter::{Direction, Meter, Pulse, Refused, Retry};
+pub use self::retry::RetryBudget;
+
+use self::buffer::Budget;
+use self::epoll::Epoll;
+use self::io::Backend;
+use self::lane::{Command, Shared};
+use self::ring::Uring;
+use self::workers::Workers;
+
+/// Connections that may wait to be accepted, the kernel's own bound permitting (`net.core.somaxconn`).
+const BACKLOG: i32 = 4096;
+
+/// How the proxy works.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Data threads.
+    pub threads: usize,
+    /// The back end.
+    pub io: Io,
+    /// Data threads stay on one core each.
+    pub pin: bool,
+    /// A client connection may be silent between requests for so long. Default 120 s: longer than clients keep theirs, so
+    /// that it is they who close.
+    pub client_idle: Duration,
+    /// A request's head must come in within this time. Default 30 s.
+    pub client_head: Duration,
+    /// Client connections per data thread. Default 65,536.
+    pub connections_max: usize,
+    /// Idle connections kept per data thread and endpoint. Default 64: answers that arrive together leave their
+    /// connections idle together, and fewer would be opened anew for the requests that follow.
+    pub idle_per_endpoint: usize,
+    /// Idle connections kept per data thread. Default 4,096.
+    pub idle_total: usize,
+    /// An idle connection is used again only while it is younger than this. Default 4 s: engines close at 5 s.
+    pub idle_age: Duration,
+    /// Bytes that all request bodies together may hold. Default a quarter of the machine's memory.
+    pub body_budget: usize,
+    /// Threads of the worker pool for heavy decisions. Default 2.
+    pub decision_threads: usize,
+    /// Decisions that may wait for it. Default 256: at 20 ms each no more could be done in time.
+    pub decision_queue: usize,
+    /// A decision may take this long (`KVLB_DECISION_BUDGET_MS`). Default 20 ms.
+    pub decision_budget: Duration,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            threads: default_threads(),
+            io: Io::Auto,
+            pin: true,
+            client_idle: Duration::from_secs(120),
+            client_head: Duration::from_secs(30),
+            connections_max: 65_536,
+            idle_per_endpoint: 64,
+            idle_total: 4096,
+            idle_age: Duration::from_secs(4),
+            body_budget: quarter_of_memory(),
+            decision_threads: 2,
+            decision_queue: 256,
+            decision_budget: Duration::from_millis(20),
+        }
+    }
+}
+
+/// One core is left to the rest of kvlb where there are four or more.
+fn default_threads() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    if cores >= 4 { cores - 1 } else { cores }
+}
+
+/// A quarter of the machine's memory, or 1 GiB where that cannot be told.
+fn quarter_of_memory() -> usize {
+    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
+    let pages = nix::unistd::sysconf(nix::unistd::SysconfVar::_PHYS_PAGES);
+    match (page, pages) {
+        (Ok(Some(page)), Ok(Some(pages))) => usize::try_from(page.saturating_mul(pages) / 4).unwrap_or(1 << 30),
+        _ => 1 << 30,
+    }
+}
+
+/// Names a listening socket, or a group of them with one on each data thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Link(pub u64);
+
+/// Why the proxy did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// io_uring was asked for by name.
+    #[error("io_uring is not available")]
+    Uring(#[source] std::io::Error),
+    /// A thread could not be started.
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
+}
+
+/// The data threads.
+#[derive(Debug)]
+pub struct Proxy {
+    engine: Engine,
+    lanes: Vec<LaneHandle>,
+}
+
+#[derive(Debug)]
+struct LaneHandle {
+    commands: mpsc::UnboundedSender<Command>,
+    thread: JoinHandle<()>,
+}
+
+impl Proxy {
+    /// Starts the data threads. They accept nothing until [`Proxy::listen`].
+    ///
+    /// # Errors
+    /// When io_uring was asked for and is not there, or no thread can be started.
+    pub fn start<P: Backplane>(config: Config, backplane: Arc<P>, meter: Arc<dyn Meter>) -> Result<Self, StartError> {
+        let (engine, refused) = config.io.resolve().map_err(StartError::Uring)?;
+        match refused {
+            Some(error) => tracing::warn!(%error, "io_uring is not available: serving with epoll"),
+            None => tracing::info!(io = engine.label(), threads = config.threads, "data threads start"),
+        }
+        let workers = Workers::start(config.decision_threads, config.decision_queue).map_err(StartError::Thread)?;
+        let workers = Arc::new(workers);
+        let budget = Budget::new(config.body_budget);
+        let config = Arc::new(config);
+        let shared = || Shared {
+            backplane: Arc::clone(&backplane),
+            meter: Arc::clone(&meter),
+            config: Arc::clone(&config),
+            workers: Arc::clone(&workers),
+            budget: Arc::clone(&budget),
+        };
+        let spawn = |number| match engine {
+            Engine::Uring => spawn_lane::<Uring, P>(number, shared()),
+            Engine::Epoll => spawn_lane::<Epoll, P>(number, shared()),
+        };
+        let lanes = (0..config.threads.max(1)).map(spawn).collect::<Result<_, _>>().map_err(StartError::Thread)?;
+        Ok(Self { engine, lanes })
+    }
+
+    /// The back end that serves.
+    pub fn engine(&self) -> Engine {
+        self.engine
+    }
+
+    /// How many data threads there are.
+    pub fn threads(&self) -> usize {
+        self.lanes.len()
+    }
+
+    /// Accepts from `sockets`, which all listen: the first on the first data thread, the second on the second, and so on
+    /// round.
+    pub fn listen(&self, link: Link, sockets: Vec<TcpListener>) {
+        for (socket, lane) in sockets.into_iter().zip(self.lanes.iter().cycle()) {
+            lane.tell(Command::Listen(link, socket));
+        }
+    }
+
+    /// Accepts no more from the sockets of `link`. With `release` they stay open for another process that holds them.
+    pub fn unlisten(&self, link: Link, release: bool) {
+        for lane in &self.lanes {
+            lane.tell(Command::Unlisten { link, release });
+        }
+    }
+
+    /// Accepts nothing more, lets requests on their way finish until `deadline`, and ends. Blocks until that is done.
+    /// With `release` the listening sockets stay open for another process that holds them.
+    pub fn drain(self, deadline: Instant, release: bool) {
+        for lane in &self.lanes {
+            lane.tell(Command::Drain { deadline, release });
+        }
+        for lane in self.lanes {
+            if lane.thread.join().is_err() {
+                tracing::error!("a data thread ended in a panic");
+            }
+        }
+    }
+}
+
+impl LaneHandle {
+    fn tell(&self, command: Command) {
+        if self.commands.send(command).is_err() {
+            tracing::error!("a data thread has ended");
+        }
+    }
+}
+
+fn spawn_lane<B: Backend, P: Backplane>(number: usize, shared: Shared<P>) -> std::io::Result<LaneHandle> {
+    let (commands, orders) = mpsc::unbounded_channel();
+    let thread = std::thread::Builder::new().name(format!("kvlb-data-{number}")).spawn(move || {
+        if shared.config.pin {
+            pin_to_core(number);
+        }
+        if let Err(error) = B::block_on(lane::run::<B, P>(number, shared, orders)) {
+            tracing::error!(%error, thread = number, "a data thread cannot run");
+        }
+    })?;
+    Ok(LaneHandle { commands, thread })
+}
+
+/// Binds the calling thread to the `number`-th of the cores that it may use. Where that is forbidden, it roams.
+fn pin_to_core(number: usize) {
+    use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+    use nix::unistd::Pid;
+
+    let this = Pid::from_raw(0);
+    let pinned = sched_getaffinity(this).and_then(|allowed| {
+        let cores: Vec<usize> = (0..CpuSet::count()).filter(|core| allowed.is_set(*core).unwrap_or(false)).collect();
+        let mut own = CpuSet::new();
+        own.set(*cores.get(number % cores.len().max(1)).ok_or(nix::errno::Errno::EINVAL)?)?;
+        sched_setaffinity(this, &own)
+    });
+    if let Err(error) = pinned {
+        tracing::debug!(%error, thread = number, "a data thread stays unpinned");
+    }
+}
+
+/// One socket per data thread that listens on `address`, among which the kernel spreads new connections.
+///
+/// # Errors
+/// When the address cannot be bound.
+pub fn bind(address: SocketAddr, threads: usize) -> std::io::Result<Vec<TcpListener>> {
+    let mut address = address;
+    let mut sockets = Vec::with_capacity(threads);
+    for _ in 0..threads.max(1) {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_reuse_address(true)?;
+        socket.set_reuse_port(true)?;
+        socket.set_tcp_nodelay(true)?;
+        if address.is_ipv6() {
+            socket.set_only_v6(true)?;
+        }
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        let socket = TcpListener::from(socket);
+        // Port 0 is the same free port for all of them.
+        address = socket.local_addr()?;
+        sockets.push(socket);
+    }
+    Ok(sockets)
+}

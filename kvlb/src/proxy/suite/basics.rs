@@ -1,0 +1,270 @@
+//! What every request goes through.
+
+use std::time::Duration;
+
+use super::on_both_back_ends;
+use super::rig::{Ended, Endpoint, Rig, get, ok, post};
+use crate::proxy::{Event, Io};
+
+on_both_back_ends![
+    a_request_and_its_answer_pass_unchanged,
+    connections_are_kept_on_both_sides,
+    pipelined_requests_are_answered_in_order,
+    a_body_reaches_the_endpoint_byte_for_byte,
+    encoded_answers_pass_untouched,
+    any_method_and_path_pass,
+    an_answer_without_body_needs_none,
+    http_1_0_gets_what_it_can_read,
+    http_1_0_may_keep_its_connection,
+    an_answer_that_ends_with_the_connection_ends_with_the_connection,
+    a_connection_that_asks_to_close_is_closed,
+    an_endpoint_that_closes_after_each_answer_costs_nothing,
+    our_own_answers_keep_the_connection_where_they_can,
+    decision_fields_are_added,
+];
+
+fn a_request_and_its_answer_pass_unchanged(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        let request = wire.request().unwrap();
+        let lines: Vec<_> = request.head.split("\r\n").collect();
+        assert_eq!(lines[0], "POST /v1/completions?a=%20b HTTP/1.1");
+        assert_eq!(
+            lines[1..5],
+            [
+                "Host: api.test",
+                "X-Odd:  a  b".replace("  a", " a").as_str(),
+                "Authorization: Bearer x",
+                "x-forwarded-for: 127.0.0.1"
+            ]
+        );
+        assert_eq!(lines[5..7], ["x-forwarded-proto: http", "content-length: 11"]);
+        assert_eq!(request.body, b"{\"a\" :  1 }");
+        wire.send(b"HTTP/1.1 201 Made It\r\nServer: x\r\nX-A: 1\r\nX-a: 2\r\nContent-Length: 3\r\n\r\nyes");
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    client.send(b"POST /v1/completions?a=%20b HTTP/1.1\r\nHost: api.test\r\nX-Odd:  a  b\r\nAuthorization: Bearer x\r\nContent-Length: 11\r\n\r\n{\"a\" :  1 }");
+    let answer = client.answer();
+    assert_eq!(answer.head, "HTTP/1.1 201 Made It\r\nServer: x\r\nX-A: 1\r\nX-a: 2\r\ncontent-length: 3\r\n\r\n");
+    assert_eq!(answer.body, b"yes");
+    assert_eq!(rig.fake.bodies.lock()[0].as_deref(), Ok(&b"{\"a\" :  1 }"[..]));
+    let events = rig.fake.events.lock().clone();
+    assert!(matches!(events[0], Event::Answered { position: 0, status: 201, .. }), "{events:?}");
+    drop(client);
+    rig.settled();
+    assert_eq!((rig.counts.get("201"), rig.counts.get("left wait"), rig.counts.get("left stream")), (1, 0, 0));
+}
+
+fn connections_are_kept_on_both_sides(io: Io) {
+    let endpoint = Endpoint::answering(b"hello");
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    for _ in 0..20 {
+        assert_eq!(client.ask(&post(b"{}")).body, b"hello");
+    }
+    assert_eq!(endpoint.connections(), 1);
+    assert_eq!((rig.counts.get("opened"), rig.counts.get("reused")), (1, 19));
+}
+
+fn pipelined_requests_are_answered_in_order(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            wire.send(&ok(&request.body));
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let all: Vec<u8> = (0..20).flat_map(|number: usize| post(&vec![b'a' + number as u8; 700 * number])).collect();
+    for cut in [all.len(), 1, 90, 3000] {
+        let mut client = rig.client();
+        let (front, back) = all.split_at(cut);
+        client.send(front);
+        std::thread::sleep(Duration::from_millis(5));
+        client.send(back);
+        for number in 0..20 {
+            assert_eq!(client.answer().body, vec![b'a' + number as u8; 700 * number]);
+        }
+    }
+}
+
+fn a_body_reaches_the_endpoint_byte_for_byte(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            wire.send(&ok(&request.body));
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    let nested = ["[".repeat(2000), "]".repeat(2000)].concat();
+    let bodies: [&[u8]; 8] = [
+        b"{\"a\":1,\"a\":2}",
+        b"{\"n\":1e400,\"s\":\"\\ud800\"}",
+        b"\xff\xfe not json \x00\x01",
+        nested.as_bytes(),
+        b"",
+        b"  {\r\n\t}  ",
+        &[b'x'; 70_000],
+        &[0; 3584],
+    ];
+    for body in bodies {
+        let answer = client.ask(&post(body));
+        assert_eq!(answer.body, body);
+    }
+    for size in
+        (3000..4200).step_by(7).chain((15_000..17_000).step_by(97)).chain([65_536, 69_632, 262_144, 1 << 20, 3 << 20])
+    {
+        let body: Vec<u8> = (0..size).map(|at: usize| (at * 7 % 251) as u8).collect();
+        assert!(client.ask(&post(&body)).body == body, "{size}");
+    }
+}
+
+fn encoded_answers_pass_untouched(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        let request = wire.request().unwrap();
+        assert_eq!(request.field("accept-encoding"), Some("gzip, br"));
+        wire.send(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\n\x1f\x8b\x08\x00");
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let answer = rig.client().ask(b"GET / HTTP/1.1\r\nHost: a\r\nAccept-Encoding: gzip, br\r\n\r\n");
+    assert_eq!((answer.field("content-encoding"), &answer.body[..]), (Some("gzip"), &b"\x1f\x8b\x08\x00"[..]));
+}
+
+fn any_method_and_path_pass(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            wire.send(&ok(request.head.lines().next().unwrap().as_bytes()));
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    for line in [
+        "OPTIONS * HTTP/1.1",
+        "OPTIONS /v1/chat/completions HTTP/1.1",
+        "DELETE /v1/x HTTP/1.1",
+        "PATCH //odd///path?q=/a#b HTTP/1.1",
+        "PURGE / HTTP/1.1",
+        "TRACE / HTTP/1.1",
+        "QUERY /%2e%2e/\u{e9} HTTP/1.1",
+    ] {
+        let answer = client.ask(format!("{line}\r\nHost: a\r\n\r\n").as_bytes());
+        assert_eq!(String::from_utf8(answer.body).unwrap(), line);
+    }
+}
+
+fn an_answer_without_body_needs_none(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            let answer: &[u8] = match request.head.split(' ').nth(1).unwrap() {
+                "/204" => b"HTTP/1.1 204 No Content\r\n\r\n",
+                "/304" => b"HTTP/1.1 304 Not Modified\r\ncontent-length: 10\r\netag: x\r\n\r\n",
+                _ => b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n",
+            };
+            wire.send(answer);
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    assert_eq!(client.ask(&get("/204")).status(), 204);
+    let not_modified = client.ask(&get("/304"));
+    assert_eq!((not_modified.status(), not_modified.field("content-length")), (304, Some("10")));
+    client.send(b"HEAD /v1/models HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(client.head().unwrap(), "HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n");
+    client.send(b"HEAD /nobody HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert!(client.head().unwrap().starts_with("HTTP/1.1 404 Not Found\r\n"));
+    assert_eq!(client.ends_within(Duration::from_secs(1)), Some(Ended::Cleanly), "no body follows the head");
+    assert_eq!(endpoint.connections(), 1);
+}
+
+fn http_1_0_gets_what_it_can_read(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            assert!(request.head.starts_with("GET /p HTTP/1.1\r\nhost: 127.0.0.1:"), "{}", request.head);
+            wire.send(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n");
+            std::thread::sleep(Duration::from_millis(20));
+            wire.send(b"2;x=y\r\nde\r\n0\r\nx-t: 1\r\n\r\n");
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    for wish in ["", "Connection: keep-alive\r\n"] {
+        let mut client = rig.client();
+        client.send(format!("GET /p HTTP/1.0\r\n{wish}\r\n").as_bytes());
+        let all = String::from_utf8(client.rest()).unwrap();
+        assert_eq!(all, "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nabcde");
+    }
+    assert_eq!(endpoint.connections(), 1, "the endpoint's connection is kept all the same");
+}
+
+fn http_1_0_may_keep_its_connection(io: Io) {
+    let endpoint = Endpoint::answering(b"hi");
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    for _ in 0..3 {
+        let answer = client.ask(b"GET / HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n");
+        assert_eq!((answer.field("connection"), &answer.body[..]), (Some("keep-alive"), &b"hi"[..]));
+    }
+    let answer = client.ask(b"GET / HTTP/1.0\r\n\r\n");
+    assert_eq!(answer.field("connection"), Some("close"));
+    assert_eq!(client.rest(), b"");
+}
+
+fn an_answer_that_ends_with_the_connection_ends_with_the_connection(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        wire.request().unwrap();
+        wire.send(b"HTTP/1.1 200 OK\r\nx: y\r\n\r\nhello ");
+        std::thread::sleep(Duration::from_millis(10));
+        wire.send(&[b'w'; 100_000]);
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let answer = rig.client().ask(&get("/"));
+    assert_eq!((answer.field("connection"), answer.body.len()), (Some("close"), 100_006));
+    rig.settled();
+    assert!(rig.fake.events.lock().iter().any(|event| matches!(event, Event::Finished { .. })));
+}
+
+fn a_connection_that_asks_to_close_is_closed(io: Io) {
+    let endpoint = Endpoint::answering(b"hi");
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    let answer = client.ask(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+    assert_eq!(answer.field("connection"), Some("close"));
+    assert_eq!(client.rest(), b"");
+    rig.client().ask(&get("/"));
+    assert_eq!(endpoint.connections(), 1, "the endpoint's side knows nothing of it");
+}
+
+fn an_endpoint_that_closes_after_each_answer_costs_nothing(io: Io) {
+    let endpoint = Endpoint::start(|wire, number| {
+        wire.request().unwrap();
+        let connection = if number % 2 == 0 { "connection: close\r\n" } else { "" };
+        wire.send(format!("HTTP/1.1 200 OK\r\n{connection}content-length: 2\r\n\r\nhi").as_bytes());
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    for _ in 0..60 {
+        let answer = client.ask(&post(b"{}"));
+        assert_eq!((answer.status(), answer.field("connection")), (200, None));
+    }
+}
+
+fn our_own_answers_keep_the_connection_where_they_can(io: Io) {
+    let rig = Rig::start(io, &[]);
+    let mut client = rig.client();
+    for _ in 0..3 {
+        let answer = client.ask(&post(b"{}"));
+        assert_eq!((answer.status(), answer.own_code().as_str()), (503, "no_healthy_backend"));
+    }
+    let answer = client.ask(b"GET / HTTP/2.0\r\nHost: a\r\n\r\n");
+    assert_eq!((answer.status(), answer.field("connection")), (505, Some("close")));
+    assert_eq!(client.rest(), b"");
+    drop(client);
+    rig.settled();
+    assert_eq!((rig.counts.get("opened"), rig.counts.get("503 no_healthy_backend")), (1, 3));
+}
+
+fn decision_fields_are_added(io: Io) {
+    let endpoint = Endpoint::answering(b"hi");
+    let rig = Rig::start(io, &[endpoint.address]);
+    *rig.fake.fields.lock() = format!("x-kvlb-endpoint: e\r\nx-kvlb-tier: {}\r\n", "t".repeat(600)).into_bytes();
+    let answer = rig.client().ask(&get("/"));
+    assert_eq!((answer.field("x-kvlb-endpoint"), answer.field("x-kvlb-tier").unwrap().len()), (Some("e"), 600));
+    assert_eq!(answer.body, b"hi");
+}

@@ -1,0 +1,598 @@
+//! The proxy under test, endpoints and clients made of plain sockets, and what the rest of kvlb would say.
+
+use std::collections::BTreeMap;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::clock;
+use crate::fleet::Limits;
+use crate::proxy::{
+    Addresses, Arrival, Backplane, Body, Call, Config, ConnectFailure, Direction, Event, Haste, Head, Io, Link, Meter,
+    Phase, Proxy, Pulse, Refused, Reply, Request, Retry, Survey, Target, Terms, bind, ring,
+};
+
+/// How long a test waits for something that must happen.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+/// How soon an endpoint must see that its client has left.
+pub(super) const LEAVING: Duration = Duration::from_millis(100);
+
+/// Whether the io_uring half of the suite can run; says so where it cannot.
+pub(super) fn uring_is_here() -> bool {
+    match ring::available() {
+        Ok(()) => true,
+        Err(error) => {
+            eprintln!("skipped: io_uring is not available ({error})");
+            false
+        }
+    }
+}
+
+/// What the rest of kvlb says in a test.
+#[derive(Debug)]
+pub(super) struct Fake {
+    pub(super) endpoints: Mutex<Vec<SocketAddr>>,
+    pub(super) inspect: Mutex<Option<usize>>,
+    pub(super) limits: Mutex<Limits>,
+    pub(super) half_close: AtomicBool,
+    pub(super) heavy: AtomicBool,
+    pub(super) decision_takes: Mutex<Duration>,
+    pub(super) panics: AtomicBool,
+    pub(super) retries_left: AtomicI64,
+    /// Requests in flight, by endpoint.
+    pub(super) load: [Arc<AtomicUsize>; 4],
+    pub(super) events: Arc<Mutex<Vec<Event>>>,
+    /// Bodies as the decision saw them; `Err` is the word for an unseen one.
+    pub(super) bodies: Mutex<Vec<Result<Vec<u8>, &'static str>>>,
+    pub(super) hasty: Mutex<Vec<Haste>>,
+    pub(super) fields: Mutex<Vec<u8>>,
+    pub(super) rules_with_models: Mutex<Vec<usize>>,
+}
+
+impl Fake {
+    fn new(endpoints: Vec<SocketAddr>) -> Self {
+        Self {
+            endpoints: Mutex::new(endpoints),
+            inspect: Mutex::new(Some(32 << 20)),
+            limits: Mutex::default(),
+            half_close: AtomicBool::new(false),
+            heavy: AtomicBool::new(false),
+            decision_takes: Mutex::default(),
+            panics: AtomicBool::new(false),
+            retries_left: AtomicI64::new(i64::MAX),
+            load: std::array::from_fn(|_| Arc::default()),
+            events: Arc::default(),
+            bodies: Mutex::default(),
+            hasty: Mutex::default(),
+            fields: Mutex::default(),
+            rules_with_models: Mutex::default(),
+        }
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.load.iter().map(|load| load.load(Ordering::SeqCst)).sum()
+    }
+
+    fn call(self: &Arc<Self>, only: Option<usize>) -> FakeCall {
+        FakeCall { fake: Arc::clone(self), only }
+    }
+}
+
+/// Shared behind a newtype so that calls can hold on to it.
+#[derive(Debug)]
+pub(super) struct FakePlane(pub(super) Arc<Fake>);
+
+impl Backplane for FakePlane {
+    type Call = FakeCall;
+
+    fn admits(&self, _arrival: &Arrival) -> bool {
+        true
+    }
+
+    fn survey(&self, head: &Head, _arrival: &Arrival) -> Result<Survey, Reply> {
+        if head.path() == "/nobody" {
+            return Err(Reply::error(404, "model_not_found", "nobody serves this"));
+        }
+        Ok(Survey { inspect: *self.0.inspect.lock(), body_limit: self.0.limits.lock().request_body })
+    }
+
+    fn is_heavy(&self, _request: &Request) -> bool {
+        self.0.heavy.load(Ordering::SeqCst)
+    }
+
+    fn begin(&self, request: &Request) -> Result<FakeCall, Reply> {
+        assert!(!self.0.panics.load(Ordering::SeqCst), "on purpose");
+        let takes = *self.0.decision_takes.lock();
+        if !takes.is_zero() {
+            std::thread::sleep(takes);
+        }
+        self.0.bodies.lock().push(match request.body() {
+            Body::Whole(body) => Ok(body.to_vec()),
+            Body::Unseen(why) => Err(why.label()),
+        });
+        Ok(self.0.call(None))
+    }
+
+    fn begin_hastily(&self, _request: &Request, haste: Haste) -> Result<FakeCall, Reply> {
+        self.0.hasty.lock().push(haste);
+        Ok(self.0.call(None))
+    }
+
+    fn models(&self, _request: &Request) -> Vec<FakeCall> {
+        self.0.rules_with_models.lock().iter().map(|endpoint| self.0.call(Some(*endpoint))).collect()
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct FakeCall {
+    fake: Arc<Fake>,
+    only: Option<usize>,
+}
+
+/// Counts a request as in flight while it lives.
+#[derive(Debug)]
+pub(super) struct Guard(Arc<AtomicUsize>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Call for FakeCall {
+    type Guard = Guard;
+
+    fn terms(&self) -> Terms {
+        Terms {
+            limits: *self.fake.limits.lock(),
+            forwarded_headers: true,
+            client_half_close: self.fake.half_close.load(Ordering::SeqCst),
+        }
+    }
+
+    fn choose(&mut self, tried: &[usize]) -> Option<Target<Guard>> {
+        let endpoints = self.fake.endpoints.lock();
+        let allowed = |position: &usize| !tried.contains(position) && self.only.is_none_or(|only| only == *position);
+        let position = (0..endpoints.len()).find(allowed)?;
+        let load = &self.fake.load[position];
+        load.fetch_add(1, Ordering::SeqCst);
+        Some(Target {
+            position,
+            addresses: Addresses(Arc::new(vec![endpoints[position]])),
+            fields: self.fake.fields.lock().clone(),
+            guard: Guard(Arc::clone(load)),
+        })
+    }
+
+    fn may_retry(&mut self) -> bool {
+        self.fake.retries_left.fetch_sub(1, Ordering::SeqCst) > 0
+    }
+
+    fn report(&mut self, event: Event) {
+        self.fake.events.lock().push(event);
+    }
+}
+
+/// What was counted.
+#[derive(Debug, Default)]
+pub(super) struct Counts(Mutex<BTreeMap<String, u64>>);
+
+impl Counts {
+    fn add(&self, what: impl Into<String>, count: u64) {
+        *self.0.lock().entry(what.into()).or_default() += count;
+    }
+
+    pub(super) fn get(&self, what: &str) -> u64 {
+        self.0.lock().get(what).copied().unwrap_or_default()
+    }
+}
+
+impl Meter for Counts {
+    fn client_opened(&self) {
+        self.add("opened", 1);
+    }
+    fn client_closed(&self) {
+        self.add("closed", 1);
+    }
+    fn client_refused(&self, cause: Refused) {
+        self.add(format!("refused {}", cause.label()), 1);
+    }
+    fn accept_failed(&self) {
+        self.add("accept failed", 1);
+    }
+    fn client_left(&self, phase: Phase) {
+        self.add(format!("left {phase}"), 1);
+    }
+    fn answered(&self, status: u16, own_code: Option<&'static str>) {
+        self.add(format!("{status} {}", own_code.unwrap_or_default()).trim(), 1);
+    }
+    fn relayed(&self, direction: Direction, bytes: u64) {
+        self.add(format!("bytes {}", direction.label()), bytes);
+    }
+    fn retried(&self, cause: Retry) {
+        self.add(format!("retried {}", cause.label()), 1);
+    }
+    fn connected(&self, failure: Option<ConnectFailure>) {
+        self.add(format!("connect {}", failure.map_or("ok", ConnectFailure::label)), 1);
+    }
+    fn reused(&self) {
+        self.add("reused", 1);
+    }
+    fn offloaded(&self) {
+        self.add("offloaded", 1);
+    }
+    fn panicked(&self) {
+        self.add("panicked", 1);
+    }
+    fn tick(&self, pulse: &Pulse) {
+        let mut counts = self.0.lock();
+        counts.insert("clients".to_owned(), pulse.clients as u64);
+        counts.insert("body bytes held".to_owned(), pulse.body_bytes_held as u64);
+        counts.insert("buffers".to_owned(), (pulse.block_bytes - pulse.shelved_bytes.min(pulse.block_bytes)) as u64);
+        *counts.entry("ticks".to_owned()).or_default() += 1;
+    }
+}
+
+/// The proxy under test.
+pub(super) struct Rig {
+    proxy: Option<Proxy>,
+    pub(super) address: SocketAddr,
+    pub(super) fake: Arc<Fake>,
+    pub(super) counts: Arc<Counts>,
+}
+
+impl Rig {
+    /// One data thread before these endpoints, tried in this order.
+    pub(super) fn start(io: Io, endpoints: &[SocketAddr]) -> Self {
+        Self::with(io, endpoints, |_config| ())
+    }
+
+    pub(super) fn with(io: Io, endpoints: &[SocketAddr], adjust: impl FnOnce(&mut Config)) -> Self {
+        let mut config = Config { threads: 1, io, pin: false, ..Config::default() };
+        adjust(&mut config);
+        let fake = Arc::new(Fake::new(endpoints.to_vec()));
+        let counts = Arc::new(Counts::default());
+        let threads = config.threads;
+        let proxy = Proxy::start(config, Arc::new(FakePlane(Arc::clone(&fake))), Arc::clone(&counts) as Arc<dyn Meter>);
+        let proxy = proxy.unwrap();
+        let sockets = bind(SocketAddr::from(([127, 0, 0, 1], 0)), threads).unwrap();
+        let address = sockets[0].local_addr().unwrap();
+        proxy.listen(Link(1), sockets);
+        Self { proxy: Some(proxy), address, fake, counts }
+    }
+
+    pub(super) fn client(&self) -> Wire {
+        Wire::connect(self.address)
+    }
+
+    /// Begins to drain, on a thread of its own.
+    pub(super) fn drain(&mut self, within: Duration) -> JoinHandle<Duration> {
+        let proxy = self.proxy.take().unwrap();
+        std::thread::spawn(move || {
+            let start = clock::now();
+            proxy.drain(start + within, false);
+            start.elapsed()
+        })
+    }
+
+    /// Waits until no request is in flight and no client connection is open.
+    pub(super) fn settled(&self) {
+        eventually("no request in flight", || self.fake.in_flight() == 0);
+        eventually("no client connection", || self.counts.get("opened") == self.counts.get("closed"));
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if let Some(proxy) = self.proxy.take() {
+            proxy.drain(clock::now(), false);
+        }
+        if !std::thread::panicking() {
+            assert_eq!(self.fake.in_flight(), 0, "requests still count as in flight");
+        }
+    }
+}
+
+/// Waits for a condition.
+pub(super) fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let give_up = clock::now() + PATIENCE;
+    while !condition() {
+        assert!(clock::now() < give_up, "waited in vain for: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// An endpoint made of a script: it is run once for each connection, with the connection's number.
+pub(super) struct Endpoint {
+    pub(super) address: SocketAddr,
+    pub(super) connections: Arc<AtomicUsize>,
+    /// What went wrong in scripts.
+    failures: Arc<Mutex<Vec<String>>>,
+    stop: Arc<AtomicBool>,
+}
+
+impl Endpoint {
+    pub(super) fn start(script: impl Fn(&mut Wire, usize) + Send + Sync + 'static) -> Self {
+        Self::on(TcpListener::bind(("127.0.0.1", 0)).unwrap(), script)
+    }
+
+    pub(super) fn on(listener: TcpListener, script: impl Fn(&mut Wire, usize) + Send + Sync + 'static) -> Self {
+        let address = listener.local_addr().unwrap();
+        let connections = Arc::new(AtomicUsize::new(0));
+        let failures = Arc::new(Mutex::new(Vec::new()));
+        let stop = Arc::new(AtomicBool::new(false));
+        let (count, failed, ended) = (Arc::clone(&connections), Arc::clone(&failures), Arc::clone(&stop));
+        let script = Arc::new(script);
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                if ended.load(Ordering::SeqCst) {
+                    return;
+                }
+                let number = count.fetch_add(1, Ordering::SeqCst);
+                let (script, failed) = (Arc::clone(&script), Arc::clone(&failed));
+                std::thread::spawn(move || {
+                    let mut wire = Wire::new(stream.unwrap());
+                    let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| script(&mut wire, number)));
+                    if let Err(panic) = run {
+                        let text = panic.downcast_ref::<String>().cloned();
+                        failed.lock().push(text.unwrap_or_else(|| "a script panicked".to_owned()));
+                    }
+                });
+            }
+        });
+        Self { address, connections, failures, stop }
+    }
+
+    /// Answers every request with 200 and these bytes.
+    pub(super) fn answering(body: &'static [u8]) -> Self {
+        Self::start(move |wire, _| {
+            while let Some(_request) = wire.request() {
+                wire.send(&ok(body));
+            }
+        })
+    }
+
+    /// An address where nobody listens.
+    pub(super) fn refusing() -> SocketAddr {
+        TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
+    }
+
+    pub(super) fn connections(&self) -> usize {
+        self.connections.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        drop(TcpStream::connect(self.address));
+        if !std::thread::panicking() {
+            assert_eq!(*self.failures.lock(), Vec::<String>::new());
+        }
+    }
+}
+
+/// A 200 with a length.
+pub(super) fn ok(body: &[u8]) -> Vec<u8> {
+    [format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len()).as_bytes(), body].concat()
+}
+
+/// A POST with a length.
+pub(super) fn post(body: &[u8]) -> Vec<u8> {
+    let head = format!("POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n", body.len());
+    [head.as_bytes(), body].concat()
+}
+
+/// A GET.
+pub(super) fn get(path: &str) -> Vec<u8> {
+    format!("GET {path} HTTP/1.1\r\nHost: a\r\n\r\n").into_bytes()
+}
+
+/// A message as it came over the wire.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Message {
+    pub(super) head: String,
+    /// The payload.
+    pub(super) body: Vec<u8>,
+    /// The bytes of the body as they came.
+    pub(super) raw: Vec<u8>,
+}
+
+impl Message {
+    pub(super) fn status(&self) -> u16 {
+        self.head.split(' ').nth(1).unwrap().parse().unwrap()
+    }
+
+    pub(super) fn field(&self, name: &str) -> Option<&str> {
+        field(&self.head, name)
+    }
+
+    /// The code of an error of ours, with the answer's form checked.
+    pub(super) fn own_code(&self) -> String {
+        let json: serde_json::Value = serde_json::from_slice(&self.body).unwrap();
+        let code = json["error"]["code"].as_str().unwrap().to_owned();
+        assert_eq!(self.field("x-kvlb-error"), Some(code.as_str()));
+        assert_eq!(json["error"]["type"], "kvlb_error");
+        assert_eq!(self.field("content-length"), Some(self.body.len().to_string().as_str()));
+        code
+    }
+}
+
+fn field<'a>(head: &'a str, name: &str) -> Option<&'a str> {
+    head.lines().skip(1).find_map(|line| {
+        let (own, value) = line.split_once(':')?;
+        own.eq_ignore_ascii_case(name).then(|| value.trim())
+    })
+}
+
+/// One end of a connection, with just enough HTTP to read what comes.
+pub(super) struct Wire {
+    pub(super) stream: TcpStream,
+    buffer: Vec<u8>,
+}
+
+impl Wire {
+    pub(super) fn connect(address: SocketAddr) -> Self {
+        Self::new(TcpStream::connect(address).unwrap())
+    }
+
+    pub(super) fn new(stream: TcpStream) -> Self {
+        stream.set_nodelay(true).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        Self { stream, buffer: Vec::new() }
+    }
+
+    pub(super) fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    /// Sends a request and reads its answer.
+    pub(super) fn ask(&mut self, request: &[u8]) -> Message {
+        self.send(request);
+        self.answer()
+    }
+
+    /// More bytes into the buffer; false at the end of the connection.
+    fn fill(&mut self) -> bool {
+        let mut bytes = [0; 65536];
+        match self.stream.read(&mut bytes) {
+            Ok(0) => false,
+            Ok(count) => {
+                self.buffer.extend_from_slice(&bytes[..count]);
+                true
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => true,
+            Err(error) if matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => false,
+            Err(error) => panic!("read: {error}"),
+        }
+    }
+
+    fn take(&mut self, count: usize) -> Vec<u8> {
+        self.buffer.drain(..count).collect()
+    }
+
+    /// Exactly so many bytes.
+    pub(super) fn bytes(&mut self, count: usize) -> Vec<u8> {
+        while self.buffer.len() < count {
+            assert!(self.fill(), "the connection ended after {} of {count} bytes", self.buffer.len());
+        }
+        self.take(count)
+    }
+
+    /// Everything up to and with `end`; `None` where the connection ends before its first byte.
+    fn until(&mut self, end: &[u8]) -> Option<Vec<u8>> {
+        loop {
+            if let Some(at) = self.buffer.windows(end.len()).position(|window| window == end) {
+                return Some(self.take(at + end.len()));
+            }
+            if !self.fill() {
+                assert!(self.buffer.is_empty(), "cut off: {}", self.buffer.escape_ascii());
+                return None;
+            }
+        }
+    }
+
+    /// The next head.
+    pub(super) fn head(&mut self) -> Option<String> {
+        self.until(b"\r\n\r\n").map(|head| String::from_utf8(head).unwrap())
+    }
+
+    /// The next request; `None` at the end of the connection.
+    pub(super) fn request(&mut self) -> Option<Message> {
+        let head = self.head()?;
+        Some(self.body_of(head, false))
+    }
+
+    /// The next answer.
+    pub(super) fn answer(&mut self) -> Message {
+        let head = self.head().expect("an answer");
+        self.body_of(head, true)
+    }
+
+    fn body_of(&mut self, head: String, is_answer: bool) -> Message {
+        if field(&head, "transfer-encoding") == Some("chunked") {
+            let (body, raw) = self.chunks();
+            return Message { head, body, raw };
+        }
+        let status: u16 = if is_answer { head.split(' ').nth(1).unwrap().parse().unwrap() } else { 0 };
+        let body = match field(&head, "content-length") {
+            _ if status == 204 || status == 304 || (is_answer && status < 200) => Vec::new(),
+            Some(length) => self.bytes(length.parse().unwrap()),
+            None if is_answer => self.rest(),
+            None => Vec::new(),
+        };
+        Message { head, raw: body.clone(), body }
+    }
+
+    /// A chunked body: its payload, and its bytes.
+    fn chunks(&mut self) -> (Vec<u8>, Vec<u8>) {
+        let (mut payload, mut raw) = (Vec::new(), Vec::new());
+        loop {
+            let line = self.until(b"\r\n").expect("a chunk");
+            let text = std::str::from_utf8(&line).unwrap().trim_end();
+            let size = usize::from_str_radix(text.split(';').next().unwrap().trim(), 16).unwrap();
+            raw.extend_from_slice(&line);
+            if size == 0 {
+                loop {
+                    let line = self.until(b"\r\n").expect("the end of the trailers");
+                    raw.extend_from_slice(&line);
+                    if line == b"\r\n" {
+                        return (payload, raw);
+                    }
+                }
+            }
+            let data = self.bytes(size + 2);
+            payload.extend_from_slice(&data[..size]);
+            raw.extend_from_slice(&data);
+        }
+    }
+
+    /// Everything up to the end of the connection.
+    pub(super) fn rest(&mut self) -> Vec<u8> {
+        while self.fill() {}
+        std::mem::take(&mut self.buffer)
+    }
+
+    /// Whether the other side ends the connection within `limit`; what comes until then is dropped. Says how it ended.
+    pub(super) fn ends_within(&mut self, limit: Duration) -> Option<Ended> {
+        let give_up = clock::now() + limit;
+        let mut bytes = [0; 65536];
+        loop {
+            let left = give_up.saturating_duration_since(clock::now());
+            if left.is_zero() {
+                return None;
+            }
+            self.stream.set_read_timeout(Some(left)).unwrap();
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return Some(Ended::Cleanly),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return None,
+                Err(_) => return Some(Ended::ByReset),
+            }
+        }
+    }
+
+    pub(super) fn finish(&self) {
+        self.stream.shutdown(Shutdown::Write).unwrap();
+    }
+
+    /// Whether a connection is gone: measured by the other end.
+    pub(super) fn leave(self) -> Instant {
+        drop(self);
+        clock::now()
+    }
+}
+
+/// How a connection ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ended {
+    Cleanly,
+    ByReset,
+}

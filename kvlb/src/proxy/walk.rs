@@ -1,0 +1,241 @@
+//! From endpoint to endpoint until one answers.
+
+use std::pin::pin;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::alarm::Limit;
+use super::answer::Heard;
+use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Target, Terms};
+use super::buffer::Chunk;
+use super::client::{After, Client};
+use super::connect::Leg;
+use super::exchange::End;
+use super::http::{AnswerError, AnswerHead, Reply};
+use super::intake::Sending;
+use super::io::{Backend, Stream};
+use super::meter::Retry;
+use super::upload::{Parcel, Passing, Then, Upload, send_through, send_whole, sooner};
+use crate::clock;
+
+/// Times a request is sent at most, whatever the reasons.
+const SENDS_MAX: u32 = 3;
+/// How long endpoints that cannot be reached may be tried one after the other.
+const CONNECTING_MAX: Duration = Duration::from_secs(10);
+
+/// A decided request on its way to an answer.
+pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
+    pub(super) client: &'a Client<'s, B, P>,
+    pub(super) call: &'a mut P::Call,
+    pub(super) terms: Terms,
+    pub(super) began: Instant,
+    total: Option<Instant>,
+}
+
+/// A target of this backplane's calls.
+pub(super) type TargetOf<P> = Target<<<P as Backplane>::Call as Call>::Guard>;
+
+/// An endpoint and a connection to it.
+type Reached<B, P> = (Leg<<B as Backend>::Stream>, TargetOf<P>);
+
+/// How one try ended.
+enum Try<B: Backend, P: Backplane> {
+    /// The answer has been relayed.
+    Relayed(After),
+    /// A reused connection ended before any byte of an answer.
+    Stale(Parcel, TargetOf<P>),
+    /// The endpoint said that it has not started; its answer is kept, should nobody have a better one.
+    Busy(Box<Held<B, P>>, Parcel),
+    /// The endpoint is gone, or makes no sense.
+    Failed(Reply),
+}
+
+/// An answer that has not been relayed yet.
+pub(super) struct Held<B: Backend, P: Backplane> {
+    pub(super) leg: Leg<B::Stream>,
+    pub(super) target: TargetOf<P>,
+    pub(super) head: AnswerHead,
+    /// The head's bytes, and what has come behind them.
+    pub(super) bytes: Chunk,
+}
+
+impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
+    pub(super) fn new(client: &'a Client<'s, B, P>, call: &'a mut P::Call, began: Instant) -> Self {
+        let terms = call.terms();
+        let total = terms.limits.total.map(|limit| began + limit);
+        Self { client, call, terms, began, total }
+    }
+
+    pub(super) async fn run(mut self, sending: Sending) -> Result<After, End> {
+        match sending {
+            Sending::Whole(parcel) => self.send_until_answered(parcel).await,
+            Sending::Through(head, passing) => self.send_once(head, passing).await,
+        }
+    }
+
+    /// Sets the deadline of what comes next.
+    pub(super) fn arm(&self, limit: Option<Duration>, name: Limit) {
+        let due = limit.map(|limit| (clock::now() + limit, name));
+        self.client.alarm.set(sooner(due, self.total));
+    }
+
+    async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<After, End> {
+        let (mut tried, mut sends, mut busy) = (Vec::new(), 0, None);
+        let mut reached = self.reach(&mut tried, None, true).await?;
+        loop {
+            sends += 1;
+            let may_hold = busy.is_none() && sends < SENDS_MAX;
+            let (next, reuse) = match self.try_once(reached, parcel, may_hold).await? {
+                Try::Relayed(after) => return Ok(after),
+                Try::Failed(reply) => return self.fall_back(busy, reply).await,
+                Try::Stale(back, target) => {
+                    self.client.lane().meter.retried(Retry::StaleConnection);
+                    parcel = back;
+                    (target, false)
+                }
+                Try::Busy(held, back) => {
+                    tried.push(held.target.position);
+                    let Some(other) = self.another(&tried) else { return self.relay(*held, None).await };
+                    parcel = back;
+                    busy = Some(held);
+                    // The last try must not be spent on a connection that may be stale.
+                    (other, sends + 1 < SENDS_MAX)
+                }
+            };
+            reached = match self.reach(&mut tried, Some(next), reuse).await {
+                Err(End::Reply(reply)) => return self.fall_back(busy, reply).await,
+                reached => reached?,
+            };
+        }
+    }
+
+    /// Nobody has a better answer than the endpoint that was busy, if there was one.
+    async fn fall_back(&mut self, busy: Option<Box<Held<B, P>>>, reply: Reply) -> Result<After, End> {
+        match busy {
+            Some(held) => self.relay(*held, None).await,
+            None => Err(reply.into()),
+        }
+    }
+
+    /// Another endpoint for a request that one was too busy for.
+    fn another(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
+        let other = self.call.choose(tried)?;
+        if !self.call.may_retry() {
+            return None;
+        }
+        self.client.lane().meter.retried(Retry::Busy);
+        Some(other)
+    }
+
+    /// A body that goes through as it comes cannot be sent twice.
+    async fn send_once(&mut self, head: Vec<u8>, passing: Passing) -> Result<After, End> {
+        let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
+        let send = pin!(send_through(self.client, Rc::clone(&leg.stream), head, passing));
+        let mut upload = Upload::new(send, self.then());
+        self.client.phase.set(Phase::Body);
+        self.arm(None, Limit::Total);
+        match self.hear(&leg, &target, &mut upload).await? {
+            Heard::Head(head, bytes) => self.relay(Held { leg, target, head: *head, bytes }, Some(upload)).await,
+            Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
+            Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
+        }
+    }
+
+    async fn try_once(
+        &mut self,
+        (leg, target): Reached<B, P>,
+        parcel: Parcel,
+        may_hold: bool,
+    ) -> Result<Try<B, P>, End> {
+        let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
+        let mut upload = Upload::new(send, self.then());
+        self.client.phase.set(Phase::Wait);
+        // An endpoint that does not take the request makes no progress either.
+        self.arm(self.terms.limits.idle, Limit::Pause);
+        match self.hear(&leg, &target, &mut upload).await? {
+            Heard::Head(head, bytes) => {
+                let held = Held { leg, target, head: *head, bytes };
+                if may_hold && held.head.is_busy() && upload.is_sent() {
+                    if let Some(parcel) = upload.into_parcel().await {
+                        return Ok(Try::Busy(Box::new(held), parcel));
+                    }
+                    return self.relay(held, None).await.map(Try::Relayed);
+                }
+                self.relay(held, Some(upload)).await.map(Try::Relayed)
+            }
+            Heard::Silence if leg.reused => {
+                leg.stream.abort();
+                match upload.into_parcel().await {
+                    Some(parcel) => Ok(Try::Stale(parcel, target)),
+                    None => Ok(Try::Failed(self.died(target.position, None))),
+                }
+            }
+            Heard::Silence | Heard::BrokenOff => Ok(Try::Failed(self.died(target.position, None))),
+            Heard::Nonsense(error) => Ok(Try::Failed(self.died(target.position, Some(error)))),
+        }
+    }
+
+    fn then(&self) -> Then<'a> {
+        Then { alarm: &self.client.alarm, first_byte: self.terms.limits.first_byte, total: self.total }
+    }
+
+    pub(super) fn died(&mut self, position: usize, error: Option<AnswerError>) -> Reply {
+        self.call.report(Event::Died { position });
+        match error {
+            None => Reply::error(502, "backend_died", "the endpoint closed the connection without an answer"),
+            Some(error) => {
+                Reply::error(502, "backend_bad_answer", &format!("the endpoint's answer is malformed: {error}"))
+            }
+        }
+    }
+
+    /// An endpoint with a connection to it: `next`, else the rule's choice, and where that cannot be reached another,
+    /// until nobody is left.
+    async fn reach(
+        &mut self,
+        tried: &mut Vec<usize>,
+        mut next: Option<TargetOf<P>>,
+        reuse: bool,
+    ) -> Result<Reached<B, P>, End> {
+        self.client.phase.set(Phase::Connect);
+        self.arm(None, Limit::Total);
+        let give_up = clock::now() + CONNECTING_MAX;
+        let mut failed = false;
+        loop {
+            let next = next.take().or_else(|| self.call.choose(tried));
+            let Some(target) = next else { return Err(nobody(failed).into()) };
+            if failed {
+                self.client.lane().meter.retried(Retry::Connect);
+            }
+            if reuse && let Some(leg) = self.client.lane().waiting_leg(&target.addresses, clock::now()) {
+                return Ok((leg, target));
+            }
+            let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
+            let failure = match self.client.watch(None, connect).await? {
+                Ok(leg) => return Ok((leg, target)),
+                Err(failure) => failure,
+            };
+            if failure == ConnectFailure::Ours {
+                return Err(out_of_resources().into());
+            }
+            self.call.report(Event::ConnectFailed { position: target.position, failure });
+            tried.push(target.position);
+            failed = true;
+            if clock::now() > give_up {
+                return Err(nobody(failed).into());
+            }
+        }
+    }
+}
+
+fn nobody(failed: bool) -> Reply {
+    if failed {
+        Reply::error(502, "backend_unreachable", "no endpoint of the rule could be reached")
+    } else {
+        Reply::error(503, "no_healthy_backend", "the rule has no endpoint that may be asked")
+    }
+}
+
+fn out_of_resources() -> Reply {
+    Reply::error(503, "out_of_resources", "the proxy has no file descriptor left")
+}

@@ -1,0 +1,13 @@
+//! A rule made ready ([`Service`]) and the order of the steps: a request and a [`View`] become a [`Decision`].
+//!
+//! [`name`] turns a prompt into block names, which is the heavy half and depends on the request alone; [`route`] weighs
+//! them against what endpoints hold now, and is asked again with the loser excluded when a connect fails. Neither does
+//! I/O, takes a lock or reads a clock.
+
+mod decision;
+mod ladder;
+mod pick;
+
+pub use decision::{Decision, Miss, PromptShape, Reason, Tier};
+pub use ladder::{Named, NamedPrompt, Overlap, Service, Step, View, extra, name, route, weigh};
+pub use pick::{Lookup, Match, rank};

@@ -1,0 +1,199 @@
+//! What changes at an endpoint while traffic flows.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use arc_swap::ArcSwap;
+
+use crate::fleet::{Admin, Breaker, Condition, Probe};
+
+/// The number of one endpoint of one rule, unique in the life of the process: it survives changes of the rule, and a
+/// removed endpoint's number is never given to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointId(pub u32);
+
+/// An endpoint's moving parts, shared by every version of its rule that lists it.
+#[derive(Debug)]
+pub struct Meters {
+    /// Which endpoint.
+    pub id: EndpointId,
+    load: AtomicU32,
+    probe: AtomicU8,
+    forced_down: AtomicBool,
+    breaker_open: AtomicBool,
+    last_chosen: AtomicU64,
+    capacity_blocks: AtomicU64,
+    requests: AtomicU64,
+    bytes: AtomicU64,
+    addresses: ArcSwap<Vec<SocketAddr>>,
+    adapters: ArcSwap<Vec<String>>,
+    models: ArcSwap<Vec<String>>,
+}
+
+impl Meters {
+    /// A fresh endpoint that nothing is known of.
+    pub fn new(id: EndpointId) -> Self {
+        Self {
+            id,
+            load: AtomicU32::new(0),
+            probe: AtomicU8::new(0),
+            forced_down: AtomicBool::new(false),
+            breaker_open: AtomicBool::new(false),
+            last_chosen: AtomicU64::new(0),
+            capacity_blocks: AtomicU64::new(0),
+            requests: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            addresses: ArcSwap::default(),
+            adapters: ArcSwap::default(),
+            models: ArcSwap::default(),
+        }
+    }
+
+    /// Requests in flight.
+    pub fn load(&self) -> u32 {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    /// Requests sent there since the endpoint was added.
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of answers relayed from there.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Counts bytes of an answer.
+    pub fn add_bytes(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Counts one request, of `weight` prompts, as in flight until the guard is dropped.
+    pub fn enter(self: &Arc<Self>, weight: u32, turn: u64) -> InFlight {
+        self.load.fetch_add(weight, Ordering::Relaxed);
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.last_chosen.store(turn, Ordering::Relaxed);
+        InFlight { meters: Arc::clone(self), weight }
+    }
+
+    /// When it was last chosen, as the rule's turn number.
+    pub fn last_chosen(&self) -> u64 {
+        self.last_chosen.load(Ordering::Relaxed)
+    }
+
+    /// The probe's verdict; true when that is another one than before.
+    pub fn set_probe(&self, probe: Probe) -> bool {
+        let word = probe as u8;
+        self.probe.swap(word, Ordering::AcqRel) != word
+    }
+
+    /// The probe's last verdict.
+    pub fn probe(&self) -> Probe {
+        match self.probe.load(Ordering::Acquire) {
+            word if word == Probe::Up as u8 => Probe::Up,
+            word if word == Probe::Down as u8 => Probe::Down,
+            _ => Probe::Unknown,
+        }
+    }
+
+    /// Takes the endpoint out of service, or back in, by an operator's word outside the rule; true when that changed.
+    pub fn force_down(&self, down: bool) -> bool {
+        self.forced_down.swap(down, Ordering::AcqRel) != down
+    }
+
+    /// Opens or closes the breaker; true when that changed.
+    pub fn set_breaker(&self, open: bool) -> bool {
+        self.breaker_open.swap(open, Ordering::AcqRel) != open
+    }
+
+    /// The endpoint's condition, given what the rule says of it.
+    pub fn condition(&self, admin: Admin) -> Condition {
+        let admin = if self.forced_down.load(Ordering::Acquire) { Admin::Down } else { admin };
+        let breaker = if self.breaker_open.load(Ordering::Acquire) { Breaker::Open } else { Breaker::Closed };
+        Condition { probe: self.probe(), admin, breaker }
+    }
+
+    /// KV blocks of the engine's GPU cache; 0 while unknown.
+    pub fn capacity_blocks(&self) -> u64 {
+        self.capacity_blocks.load(Ordering::Relaxed)
+    }
+
+    /// Learns the engine's number of KV blocks.
+    pub fn set_capacity_blocks(&self, blocks: u64) {
+        self.capacity_blocks.store(blocks, Ordering::Relaxed);
+    }
+
+    /// Where to connect; empty while the name has not been resolved.
+    pub fn addresses(&self) -> Arc<Vec<SocketAddr>> {
+        self.addresses.load_full()
+    }
+
+    /// Learns where to connect.
+    pub fn set_addresses(&self, addresses: Vec<SocketAddr>) {
+        if **self.addresses.load() != addresses {
+            self.addresses.store(Arc::new(addresses));
+        }
+    }
+
+    /// LoRA adapters that the engine lists.
+    pub fn adapters(&self) -> Arc<Vec<String>> {
+        self.adapters.load_full()
+    }
+
+    /// Models that the engine lists, adapters included.
+    pub fn models(&self) -> Arc<Vec<String>> {
+        self.models.load_full()
+    }
+
+    /// Learns what the engine serves.
+    pub fn set_models(&self, models: Vec<String>, adapters: Vec<String>) {
+        self.models.store(Arc::new(models));
+        self.adapters.store(Arc::new(adapters));
+    }
+}
+
+/// One request in flight at an endpoint: counted from its making to its end, whatever way it ends.
+#[derive(Debug)]
+pub struct InFlight {
+    meters: Arc<Meters>,
+    weight: u32,
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let before = self.meters.load.fetch_sub(self.weight, Ordering::Relaxed);
+        debug_assert!(before >= self.weight, "load went below zero");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn load_returns_to_zero_when_the_guards_are_gone() {
+        let meters = Arc::new(Meters::new(EndpointId(1)));
+        let first = meters.enter(1, 1);
+        let batch = meters.enter(5, 2);
+        assert_eq!(meters.load(), 6);
+        drop(first);
+        assert_eq!(meters.load(), 5);
+        drop(batch);
+        assert_eq!((meters.load(), meters.requests(), meters.last_chosen()), (0, 2, 2));
+    }
+
+    #[test]
+    fn every_cause_of_being_out_shows_in_the_condition() {
+        let meters = Meters::new(EndpointId(1));
+        assert!(meters.condition(Admin::Up).eligible());
+        assert!(meters.set_probe(Probe::Down) && !meters.set_probe(Probe::Down));
+        assert_eq!(meters.condition(Admin::Up).label(), "inactive");
+        meters.set_probe(Probe::Up);
+        assert!(meters.set_breaker(true));
+        assert_eq!(meters.condition(Admin::Up).label(), "breaker-open");
+        assert!(meters.force_down(true));
+        assert_eq!(meters.condition(Admin::Up).label(), "admin-down");
+    }
+}

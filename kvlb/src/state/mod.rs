@@ -1,0 +1,218 @@
+//! The table of services, fleets and inventories that edges write and read.
+//!
+//! Every lock and atomic of kvlb lives here. Readers take a snapshot of the [`Table`] and keep it for one request;
+//! writers publish a new one. Locks are held for a look-up or an update in memory, never across I/O.
+
+pub mod index;
+pub mod kv;
+mod live;
+mod retry;
+mod scrape;
+mod table;
+mod tokenizers;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+pub use live::{EndpointId, InFlight, Meters};
+pub use retry::RetryBudget;
+pub use scrape::scrape;
+pub use table::{Endpoint, Service, Table, Unserved};
+pub use tokenizers::{Staged, Tokenizers};
+
+use crate::clock;
+use crate::contract::attest::Attestor;
+use crate::contract::{Hasher, NoneSeed};
+use crate::fleet::{ExactMode, Rule};
+use crate::policy::Settings;
+use crate::router;
+use crate::telemetry::Metrics;
+
+/// What of the process's configuration the services are made with.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The engines' `PYTHONHASHSEED` (`LLB_KV_NONE_HASH_SEED`).
+    pub none_seed: NoneSeed,
+    /// The load blend and its numbers; a rule's own fields win.
+    pub settings: Settings,
+    /// `LOXILB_KV_SPILL_RELIEF`: `None` is auto, on for single pools and off for split ones.
+    pub spill_relief: Option<bool>,
+    /// `LLB_KV_MIN_MATCH_TOKENS`.
+    pub min_match_tokens: u32,
+    /// `LOXILB_KV_MAX_BLOCKS`: names kept per endpoint and rank. `None`: four times what the engine has, at most 10
+    /// million.
+    pub max_blocks: Option<usize>,
+    /// At most this many tokens of a prompt are named: the document's models end below it.
+    pub max_tokens: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            none_seed: NoneSeed::Unset,
+            settings: Settings::default(),
+            spill_relief: None,
+            min_match_tokens: 16,
+            max_blocks: None,
+            max_tokens: 262_144,
+        }
+    }
+}
+
+/// What all edges share.
+#[derive(Debug)]
+pub struct State {
+    /// Every metric.
+    pub metrics: Arc<Metrics>,
+    /// Staged tokenizers.
+    pub tokenizers: Tokenizers,
+    config: Config,
+    table: ArcSwap<Table>,
+    publishing: Mutex<()>,
+    rules_changed: watch::Sender<u64>,
+    conditions_changed: watch::Sender<u64>,
+    next_endpoint: AtomicU32,
+    degraded: Mutex<HashMap<&'static str, String>>,
+}
+
+impl State {
+    /// Empty state: no rules yet.
+    pub fn new(config: Config, metrics: Arc<Metrics>) -> Self {
+        Self {
+            metrics,
+            tokenizers: Tokenizers::default(),
+            config,
+            table: ArcSwap::default(),
+            publishing: Mutex::new(()),
+            rules_changed: watch::Sender::new(0),
+            conditions_changed: watch::Sender::new(0),
+            next_endpoint: AtomicU32::new(0),
+            degraded: Mutex::default(),
+        }
+    }
+
+    /// The rules in force now.
+    pub fn table(&self) -> Arc<Table> {
+        self.table.load_full()
+    }
+
+    /// What services are made with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Puts `rules` in force in place of all that were. Endpoints that stay keep their load, condition and inventory;
+    /// what is gone leaves nothing behind. Requests under way finish by the rules that they began with.
+    pub fn publish(&self, rules: &[Arc<Rule>]) {
+        let publishing = self.publishing.lock();
+        let before = self.table.load_full();
+        let services = rules.iter().map(|rule| Arc::new(self.ready(rule, &before))).collect();
+        self.table.store(Arc::new(Table::new(services)));
+        drop(publishing);
+        self.rules_changed.send_modify(|version| *version += 1);
+        self.conditions_changed();
+    }
+
+    /// Tells of every change of the rules.
+    pub fn watch_rules(&self) -> watch::Receiver<u64> {
+        self.rules_changed.subscribe()
+    }
+
+    /// Tells of every change of an endpoint's condition.
+    pub fn watch_conditions(&self) -> watch::Receiver<u64> {
+        self.conditions_changed.subscribe()
+    }
+
+    /// Says that an endpoint's condition changed.
+    pub fn conditions_changed(&self) {
+        self.conditions_changed.send_modify(|version| *version += 1);
+    }
+
+    /// Says that something does not work as it should, until [`State::recovered`]; shown in the status and as a metric.
+    pub fn degrade(&self, what: &'static str, why: String) {
+        self.degraded.lock().insert(what, why);
+    }
+
+    /// Takes back what [`State::degrade`] said.
+    pub fn recovered(&self, what: &'static str) {
+        self.degraded.lock().remove(what);
+    }
+
+    /// What does not work as it should now, and why, in alphabetical order.
+    pub fn degraded(&self) -> Vec<(&'static str, String)> {
+        let mut all: Vec<_> = self.degraded.lock().iter().map(|(what, why)| (*what, why.clone())).collect();
+        all.sort_unstable();
+        all
+    }
+
+    fn ready(&self, rule: &Arc<Rule>, before: &Table) -> Service {
+        let old = before.service(rule.id);
+        // Names of another contract mean nothing: a change of it starts an empty index.
+        let kept = old.filter(|old| same_contract(old.rule(), rule));
+        let index = kept.map_or_else(|| Arc::new(index::Index::new(self.index_config())), |old| Arc::clone(&old.index));
+        let endpoints = rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
+        Service {
+            ready: router::Service {
+                rule: Arc::clone(rule),
+                hasher: Arc::new(Hasher::new(rule.kv.algo, &self.config.none_seed, rule.kv.block_size)),
+                settings: self.settings(rule),
+                min_match_tokens: self.config.min_match_tokens,
+            },
+            endpoints,
+            index,
+            turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
+            choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
+            retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
+        }
+    }
+
+    fn endpoint(
+        &self,
+        rule: &Rule,
+        spec: &crate::fleet::Endpoint,
+        old: Option<&Arc<Service>>,
+        kept: Option<&Arc<Service>>,
+        index: &Arc<index::Index>,
+    ) -> Endpoint {
+        let find = |service: &Arc<Service>| service.endpoints.iter().find(|e| e.spec.key == spec.key).cloned();
+        let meters = old.and_then(find).map_or_else(
+            || Arc::new(Meters::new(EndpointId(self.next_endpoint.fetch_add(1, Ordering::Relaxed)))),
+            |old| old.meters,
+        );
+        let kv = table::subscribes(rule, spec.role).then(|| {
+            kept.and_then(find).and_then(|old| old.kv).unwrap_or_else(|| {
+                let attestor = Attestor::new(rule.kv.algo, self.config.none_seed.clone(), rule.kv.block_size);
+                Arc::new(kv::EndpointKv::new(Arc::clone(index), attestor))
+            })
+        });
+        let endpoint = Endpoint { spec: spec.clone(), meters, kv };
+        if let Some(address) = endpoint.literal_address() {
+            endpoint.meters.set_addresses(vec![address]);
+        }
+        endpoint
+    }
+
+    fn settings(&self, rule: &Rule) -> Settings {
+        Settings {
+            blend: rule.kv.lb_mode.unwrap_or(self.config.settings.blend),
+            load_floor: rule.kv.load_floor,
+            spill_relief: self.config.spill_relief.unwrap_or(rule.kv.mode == ExactMode::SinglePool),
+            ..self.config.settings
+        }
+    }
+
+    fn index_config(&self) -> index::IndexConfig {
+        index::IndexConfig { max_blocks: self.config.max_blocks, ..index::IndexConfig::default() }
+    }
+}
+
+/// Whether what endpoints hold under `old` still means the same under `new`.
+fn same_contract(old: &Rule, new: &Rule) -> bool {
+    let contract = |rule: &Rule| (rule.kv.mode == ExactMode::Off, rule.kv.algo, rule.kv.block_size, rule.kv.engine);
+    contract(old) == contract(new) && old.kv.zmq_port == new.kv.zmq_port && old.kv.replay_port == new.kv.replay_port
+}

@@ -1,0 +1,220 @@
+//! The rules in force, made ready, with the moving parts of their endpoints.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::index::Index;
+use super::kv::EndpointKv;
+use super::live::Meters;
+use super::retry::RetryBudget;
+use crate::contract::KeyEra;
+use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
+use crate::policy::Candidate;
+use crate::router::{self, Lookup, Overlap, View};
+
+/// One version of all rules. Readers hold a snapshot; a change makes a new one.
+#[derive(Debug, Default)]
+pub struct Table {
+    /// Services by rule number, oldest first.
+    services: Vec<Arc<Service>>,
+}
+
+/// A rule made ready, and what changes while its traffic flows.
+#[derive(Debug)]
+pub struct Service {
+    /// The rule and how it names blocks.
+    pub ready: router::Service,
+    /// Endpoints in the rule's order.
+    pub endpoints: Vec<Endpoint>,
+    /// Which blocks each endpoint holds.
+    pub index: Arc<Index>,
+    /// How many of the rule's requests may be sent once more.
+    pub retries: Arc<RetryBudget>,
+    pub(super) turns: Arc<AtomicU64>,
+    pub(super) choices: Arc<AtomicU64>,
+}
+
+/// One endpoint of a service.
+#[derive(Clone, Debug)]
+pub struct Endpoint {
+    /// What the operator wrote.
+    pub spec: fleet::Endpoint,
+    /// What changes while traffic flows.
+    pub meters: Arc<Meters>,
+    /// The mirror of its cache; `None` where the rule does not subscribe it.
+    pub kv: Option<Arc<EndpointKv>>,
+}
+
+/// Why no rule serves a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unserved {
+    /// No rule is on this address and port at all.
+    NoVip,
+    /// Rules are there, none for this host and path.
+    NoRoute,
+    /// Rules are there, none for this model.
+    Model {
+        /// The models that are served there.
+        served: Vec<String>,
+    },
+}
+
+impl Table {
+    pub(super) fn new(mut services: Vec<Arc<Service>>) -> Self {
+        services.sort_by_key(|service| service.rule().id);
+        Self { services }
+    }
+
+    /// Every service, oldest rule first.
+    pub fn services(&self) -> &[Arc<Service>] {
+        &self.services
+    }
+
+    /// The service of one rule.
+    pub fn service(&self, id: RuleId) -> Option<&Arc<Service>> {
+        self.services.iter().find(|service| service.rule().id == id)
+    }
+
+    /// The services on one VIP address and port, oldest first.
+    pub fn at(&self, vip: SocketAddr) -> impl Iterator<Item = &Arc<Service>> {
+        let address = vip.ip().to_canonical();
+        self.services.iter().filter(move |service| {
+            let key = &service.rule().key;
+            (key.vip == address || key.vip.is_unspecified()) && key.ports.contains(vip.port())
+        })
+    }
+
+    /// The service for a request that came to `vip`; of equals the oldest rule.
+    ///
+    /// # Errors
+    /// Why nobody serves it.
+    pub fn find(&self, vip: SocketAddr, lookup: &Lookup<'_>) -> Result<&Arc<Service>, Unserved> {
+        let fit = |service: &Arc<Service>, lookup: &Lookup<'_>| {
+            router::rank(service.rule(), lookup, |model| service.lists_adapter(model))
+        };
+        let mut best: Option<(router::Match, &Arc<Service>)> = None;
+        for service in self.at(vip) {
+            if let Some(rank) = fit(service, lookup)
+                && best.as_ref().is_none_or(|(so_far, _)| rank > *so_far)
+            {
+                best = Some((rank, service));
+            }
+        }
+        best.map(|(_, service)| service).ok_or_else(|| {
+            let any_model = Lookup { model: None, ..*lookup };
+            if self.at(vip).next().is_none() {
+                return Unserved::NoVip;
+            }
+            let mut served: Vec<String> = self
+                .at(vip)
+                .filter(|service| fit(service, &any_model).is_some())
+                .filter_map(|service| service.rule().key.model.clone())
+                .collect();
+            served.dedup();
+            if served.is_empty() { Unserved::NoRoute } else { Unserved::Model { served } }
+        })
+    }
+}
+
+impl Service {
+    /// What the operator wrote.
+    pub fn rule(&self) -> &Arc<Rule> {
+        &self.ready.rule
+    }
+
+    /// The next turn of the rule's choices.
+    pub fn next_turn(&self) -> u64 {
+        self.turns.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The next number of a choice, hit or miss.
+    pub fn next_choice(&self) -> u64 {
+        self.choices.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Whether an engine of this rule lists `model` as an adapter.
+    pub fn lists_adapter(&self, model: &str) -> bool {
+        self.endpoints.iter().any(|endpoint| endpoint.meters.adapters().iter().any(|adapter| adapter == model))
+    }
+
+    /// The way in which extra keys enter block names, as the endpoints' events show it.
+    pub fn era(&self) -> KeyEra {
+        let untagged = |endpoint: &Endpoint| endpoint.kv.as_ref().is_some_and(|kv| kv.era() == KeyEra::Untagged);
+        if self.endpoints.iter().any(untagged) { KeyEra::Untagged } else { KeyEra::Tagged }
+    }
+
+    /// Whether any endpoint may take a new request.
+    pub fn serving(&self) -> bool {
+        !self.rule().admin_down && self.endpoints.iter().any(|endpoint| endpoint.condition().eligible())
+    }
+}
+
+impl Endpoint {
+    /// Whether it may be asked, and why not.
+    pub fn condition(&self) -> Condition {
+        let admin = match &self.spec {
+            fleet::Endpoint { admin_down: true, .. } => Admin::Down,
+            fleet::Endpoint { weight: 0, .. } => Admin::Draining,
+            _ => Admin::Up,
+        };
+        self.meters.condition(admin)
+    }
+
+    /// Its share of the fleet's capacity: KV blocks where known, times its weight.
+    fn capacity(&self) -> u64 {
+        self.meters.capacity_blocks().max(1) * u64::from(self.spec.weight.max(1))
+    }
+
+    /// Where to connect; empty while its name has not been resolved.
+    pub fn addresses(&self) -> Arc<Vec<SocketAddr>> {
+        self.meters.addresses()
+    }
+
+    /// An endpoint that is an address needs no resolver.
+    pub fn literal_address(&self) -> Option<SocketAddr> {
+        let host: IpAddr = self.spec.key.host.parse().ok()?;
+        Some(SocketAddr::new(host, self.spec.key.port))
+    }
+}
+
+impl View for Service {
+    fn candidates(&self) -> Vec<Candidate> {
+        let capacities_known = self.endpoints.iter().all(|endpoint| endpoint.meters.capacity_blocks() > 0);
+        let candidate = |(position, endpoint): (usize, &Endpoint)| Candidate {
+            endpoint: position,
+            eligible: !self.rule().admin_down
+                && endpoint.condition().eligible()
+                && !endpoint.meters.addresses().is_empty(),
+            overlap: 0,
+            load: endpoint.meters.load(),
+            capacity: if capacities_known { endpoint.capacity() } else { u64::from(endpoint.spec.weight.max(1)) },
+            last_chosen: endpoint.meters.last_chosen(),
+        };
+        self.endpoints.iter().enumerate().map(candidate).collect()
+    }
+
+    fn overlaps(&self, names: &[crate::contract::BlockHash], overlaps: &mut [Overlap]) {
+        let mut by_slot = Vec::new();
+        self.index.overlaps(names, &mut by_slot);
+        for (held, endpoint) in overlaps.iter_mut().zip(&self.endpoints) {
+            let Some(kv) = &endpoint.kv else { continue };
+            let (depth, count) = kv.overlap(&by_slot);
+            held.depth += depth;
+            held.count += count;
+        }
+    }
+
+    fn turn(&self) -> u64 {
+        self.next_turn()
+    }
+}
+
+/// Whether a rule listens to the events of an endpoint with this role.
+pub(super) fn subscribes(rule: &Rule, role: Role) -> bool {
+    match rule.kv.mode {
+        ExactMode::Off => false,
+        ExactMode::PrefillDecode => role == Role::Prefill,
+        ExactMode::SinglePool => true,
+    }
+}

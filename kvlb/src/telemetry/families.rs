@@ -1,0 +1,177 @@
+//! The families, as a table.
+
+use prometheus::{
+    Encoder, GaugeVec, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    TextEncoder,
+};
+
+/// Seconds: decisions take microseconds when warm and milliseconds when cold.
+const DECISION_BUCKETS: [f64; 14] =
+    [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2, 0.1];
+
+/// Seconds: an answer's first byte comes after a prefill, which takes milliseconds to minutes.
+const FIRST_BYTE_BUCKETS: [f64; 14] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0];
+
+macro_rules! families {
+    ($( $(#[doc = $doc:literal])+ $field:ident: $kind:tt($name:literal $(, [$($label:literal),*])? $(, buckets $buckets:expr)?); )*) => {
+        /// Every family that kvlb serves. The help text of each is its line here.
+        #[derive(Debug)]
+        pub struct Metrics {
+            registry: Registry,
+            $( $(#[doc = $doc])+ pub $field: families!(@type $kind), )*
+        }
+
+        impl Metrics {
+            /// Registers every family.
+            ///
+            /// # Errors
+            /// When two families of this table share a name.
+            pub fn new() -> Result<Self, prometheus::Error> {
+                let registry = Registry::new();
+                $(
+                    let help = concat!($($doc),+).trim();
+                    let $field = families!(@new $kind, $name, help, [$($($label),*)?] $(, $buckets)?)?;
+                    registry.register(Box::new($field.clone()))?;
+                )*
+                Ok(Self { registry, $( $field, )* })
+            }
+        }
+    };
+    (@type counter) => { IntCounter };
+    (@type counters) => { IntCounterVec };
+    (@type gauge) => { IntGauge };
+    (@type gauges) => { IntGaugeVec };
+    (@type floats) => { GaugeVec };
+    (@type histograms) => { HistogramVec };
+    (@new counter, $name:expr, $help:expr, []) => { IntCounter::with_opts(Opts::new($name, $help)) };
+    (@new counters, $name:expr, $help:expr, [$($label:literal),*]) => { IntCounterVec::new(Opts::new($name, $help), &[$($label),*]) };
+    (@new gauge, $name:expr, $help:expr, []) => { IntGauge::with_opts(Opts::new($name, $help)) };
+    (@new gauges, $name:expr, $help:expr, [$($label:literal),*]) => { IntGaugeVec::new(Opts::new($name, $help), &[$($label),*]) };
+    (@new floats, $name:expr, $help:expr, [$($label:literal),*]) => { GaugeVec::new(Opts::new($name, $help), &[$($label),*]) };
+    (@new histograms, $name:expr, $help:expr, [$($label:literal),*], $buckets:expr) => {
+        HistogramVec::new(HistogramOpts::new($name, $help).buckets($buckets.to_vec()), &[$($label),*])
+    };
+}
+
+families! {
+    // The source document's.
+    /// Requests for which the KV tier selected this endpoint.
+    hits: counters("loxilb_pd_kv_tier15_hits_total", ["ep_idx"]);
+    /// Requests that the KV tier had no word for, by the guard that failed.
+    miss_reasons: counters("loxilb_pd_kv_tier15_miss_reason_total", ["reason"]);
+    /// Requests that left the KV tier for the fallback.
+    fallthrough: counter("loxilb_pd_kv_tier15_fallthrough_total");
+    /// Requests that the load bound moved away from the largest overlap, by the endpoint that got them.
+    spills: counters("loxilb_pd_kv_tier15_spills_total", ["ep_idx"]);
+    /// Blocks in the mirror of one endpoint's cache.
+    blocks: gauges("loxilb_pd_kv_blocks", ["service", "ep_idx"]);
+    /// The event socket of one endpoint is up (1) or down (0).
+    subscriber_connected: gauges("loxilb_kv_subscriber_connected", ["service", "ep"]);
+    /// Event sockets rebuilt after the first connection.
+    subscriber_reconnects: counters("loxilb_kv_subscriber_reconnect_total", ["service", "ep"]);
+    /// Errors while receiving events.
+    subscriber_recv_errors: counters("loxilb_kv_subscriber_recv_error_total", ["service", "ep"]);
+    /// Names dropped from a mirror because it was at its bound.
+    cap_evictions: counters("loxilb_kv_inv_cap_evictions_total", ["service", "ep"]);
+
+    // Our own: decisions.
+    /// Misses by guard and exact cause.
+    miss_details: counters("kvlb_miss_details_total", ["reason", "detail"]);
+    /// Time a decision took, by step.
+    decision_seconds: histograms("kvlb_decision_seconds", ["step"], buckets DECISION_BUCKETS);
+    /// Decisions handed to the worker pool because they would hold a data thread for too long.
+    decisions_offloaded: counter("kvlb_decisions_offloaded_total");
+    /// Blocks of prompts that the chosen endpoint held, as announced.
+    matched_blocks: counter("kvlb_matched_blocks_total");
+    /// Blocks of prompts that were named.
+    prompt_blocks: counter("kvlb_prompt_blocks_total");
+
+    // The proxy.
+    /// Client connections accepted.
+    connections: counter("kvlb_client_connections_total");
+    /// Client connections open now.
+    connections_open: gauge("kvlb_client_connections_open");
+    /// Client connections refused, by cause.
+    connections_refused: counters("kvlb_client_connections_refused_total", ["reason"]);
+    /// Requests answered, by rule and status class.
+    requests: counters("kvlb_requests_total", ["service", "class"]);
+    /// Answers made by kvlb itself, by error code.
+    own_errors: counters("kvlb_errors_total", ["code"]);
+    /// Requests sent to another endpoint or once more, by cause.
+    retries: counters("kvlb_retries_total", ["reason"]);
+    /// Clients that left, by the phase they left in.
+    client_aborts: counters("kvlb_client_aborts_total", ["phase"]);
+    /// Connections opened to endpoints.
+    endpoint_connects: counters("kvlb_endpoint_connects_total", ["result"]);
+    /// Requests that went out on a connection that was open already.
+    endpoint_reuses: counter("kvlb_endpoint_reuses_total");
+    /// Connections to endpoints that wait for a request.
+    endpoint_idle: gauges("kvlb_endpoint_idle_connections", ["thread"]);
+    /// Client connections open on a data thread.
+    thread_connections: gauges("kvlb_data_thread_connections", ["thread"]);
+    /// Bytes of all buffers of the data path, in use or kept for use.
+    buffer_bytes: gauge("kvlb_buffer_bytes");
+    /// Connections lost to a panic of ours; any is a bug.
+    panics: counter("kvlb_panics_total");
+    /// Time from the end of a request to the first byte of its answer.
+    first_byte_seconds: histograms("kvlb_first_byte_seconds", ["tier"], buckets FIRST_BYTE_BUCKETS);
+    /// Bytes relayed, by direction.
+    bytes: counters("kvlb_bytes_total", ["direction"]);
+    /// Bytes of request bodies held in memory now.
+    body_bytes_held: gauge("kvlb_body_bytes_held");
+    /// Times a data thread was late for its own clock tick by more than 50 ms.
+    stalls: counters("kvlb_data_thread_stalls_total", ["thread"]);
+    /// How late a data thread's last clock tick was.
+    tick_lag_seconds: floats("kvlb_data_thread_tick_lag_seconds", ["thread"]);
+
+    // Endpoints.
+    /// Requests in flight at an endpoint.
+    endpoint_load: gauges("kvlb_endpoint_load", ["service", "ep_idx"]);
+    /// Whether an endpoint may be asked (1) or not (0).
+    endpoint_eligible: gauges("kvlb_endpoint_eligible", ["service", "ep_idx"]);
+    /// The contract with an endpoint, as the events prove it: 1 for the state and leg that hold now.
+    contract: gauges("kvlb_contract_state", ["service", "ep_idx", "state", "leg"]);
+    /// Seconds since the last event batch of an endpoint was made, by its own clock.
+    event_age_seconds: floats("kvlb_event_age_seconds", ["service", "ep_idx"]);
+    /// What happened on an endpoint's event stream.
+    event_stream: counters("kvlb_event_stream_total", ["service", "ep_idx", "what"]);
+
+    // Kernel side.
+    /// Connections that the kernel steered to a data thread, by VIP.
+    steered: counters("kvlb_kernel_steered_total", ["vip"]);
+    /// Connections that the kernel did not steer although the VIP is ours, by VIP.
+    not_steered: counters("kvlb_kernel_not_steered_total", ["vip"]);
+
+    // The process.
+    /// 1 for each degraded state that holds now.
+    degraded: gauges("kvlb_degraded", ["what"]);
+    /// 1; the labels say what runs.
+    build_info: gauges("kvlb_build_info", ["version", "datapath", "io"]);
+}
+
+impl Metrics {
+    /// The page, in Prometheus text format.
+    ///
+    /// # Errors
+    /// When a family cannot be encoded.
+    pub fn render(&self) -> Result<String, prometheus::Error> {
+        let mut page = Vec::with_capacity(16 << 10);
+        TextEncoder::new().encode(&self.registry.gather(), &mut page)?;
+        String::from_utf8(page).map_err(|error| prometheus::Error::Msg(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_family_has_its_own_name_and_the_page_renders() {
+        let metrics = Metrics::new().expect("names are unique");
+        metrics.hits.with_label_values(&["0"]).inc();
+        metrics.miss_reasons.with_label_values(&["no_worker"]).inc();
+        let page = metrics.render().expect("page renders");
+        assert!(page.contains("loxilb_pd_kv_tier15_hits_total{ep_idx=\"0\"} 1"), "{page}");
+        assert!(page.contains("loxilb_pd_kv_tier15_fallthrough_total 0"), "{page}");
+    }
+}

@@ -194,7 +194,12 @@ fn keeps_what_it_must(old: &Entry, body: &Body) -> Result<(), Problem> {
     let args = body.args();
     if let Some(mode) = args.mode.filter(|mode| *mode != crate::control::wire::FULLPROXY) {
         let is = crate::control::wire::FULLPROXY.to_string();
-        return Err(Problem::Immutable { field: "mode", is, asked: mode.to_string() });
+        return Err(Problem::Immutable {
+            field: "mode",
+            is,
+            asked: mode.to_string(),
+            hint: "kvlb serves mode 4 (fullproxy) alone",
+        });
     }
     let is = match rule.kv.engine {
         EngineType::Vllm => "vllm",
@@ -204,7 +209,8 @@ fn keeps_what_it_must(old: &Entry, body: &Body) -> Result<(), Problem> {
     if asked == is {
         return Ok(());
     }
-    Err(Problem::Immutable { field: "kvEngineType", is: is.to_owned(), asked: asked.to_owned() })
+    let hint = "delete the rule and create it again";
+    Err(Problem::Immutable { field: "kvEngineType", is: is.to_owned(), asked: asked.to_owned(), hint })
 }
 
 fn move_endpoints(before: &[Arc<Entry>], body: &Body) -> Result<(After, &'static str, Vec<RuleId>), Problem> {

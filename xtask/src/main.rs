@@ -37,9 +37,7 @@ fn main() -> ExitCode {
         Chore::BuildEbpf(args) => ebpf::run(&args),
         Chore::Demo(args) => demo::run(&args),
         Chore::Setup(args) => setup::run(&args),
-<<<<<<< HEAD
         Chore::Test(args) => test::run(&args),
-=======
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -48,6 +46,5 @@ fn main() -> ExitCode {
             eprintln!("xtask: {error:#}");
             ExitCode::FAILURE
         }
->>>>>>> kernel
     }
 }

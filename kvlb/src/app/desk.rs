@@ -49,7 +49,11 @@ impl Desk {
     /// The rule for a request.
     fn service(&self, request: &Request, model: Option<&str>) -> Result<Arc<Service>, Reply> {
         let lookup = Lookup { host: request.head.host(), path: request.head.path(), model };
-        self.state.table().find(request.arrival.vip, &lookup).map(Arc::clone).map_err(|unserved| refuse(&unserved, model))
+        self.state
+            .table()
+            .find(request.arrival.vip, &lookup)
+            .map(Arc::clone)
+            .map_err(|unserved| refuse(&unserved, model))
     }
 
     /// Names the prompt's blocks for the rule that serves it.
@@ -269,7 +273,9 @@ impl Call for Errand {
                 self.count_class(status);
                 self.settle();
             }
-            Event::Died { .. } | Event::BrokeOff { .. } | Event::TimedOut { .. } | Event::ClientLeft(_) => self.settle(),
+            Event::Died { .. } | Event::BrokeOff { .. } | Event::TimedOut { .. } | Event::ClientLeft(_) => {
+                self.settle()
+            }
         }
     }
 }
@@ -278,12 +284,14 @@ impl Errand {
     fn target(&self, position: usize, decision: &Decision) -> Option<Target<InFlight>> {
         let endpoint = self.service.endpoints.get(position)?;
         let guard = endpoint.meters.enter(self.weight, self.service.next_choice());
-        let fields = if self.service.rule().decision_headers { explain(endpoint_name(endpoint), decision) } else { Vec::new() };
+        let fields =
+            if self.service.rule().decision_headers { explain(endpoint_name(endpoint), decision) } else { Vec::new() };
         Some(Target { position, addresses: Addresses(endpoint.addresses()), fields, guard })
     }
 
     fn count_class(&self, status: u16) {
-        let class = ["1xx", "2xx", "3xx", "4xx", "5xx"].get(usize::from(status / 100).saturating_sub(1)).unwrap_or(&"other");
+        let class =
+            ["1xx", "2xx", "3xx", "4xx", "5xx"].get(usize::from(status / 100).saturating_sub(1)).unwrap_or(&"other");
         let service = self.service.rule().id.0.to_string();
         self.state.metrics.requests.with_label_values(&[service.as_str(), class]).inc();
     }
@@ -368,7 +376,8 @@ fn asked(request: &Request) -> openai::Request<'_> {
 
 fn allows(rule: &Rule, client: SocketAddr) -> bool {
     let client = client.ip().to_canonical();
-    rule.allowed_sources.is_empty() || rule.allowed_sources.iter().any(|(network, bits)| covers(*network, *bits, client))
+    rule.allowed_sources.is_empty()
+        || rule.allowed_sources.iter().any(|(network, bits)| covers(*network, *bits, client))
 }
 
 /// Whether `address` lies in `network`/`bits`.

@@ -9,9 +9,7 @@ use parking_lot::Mutex;
 use super::desk;
 use crate::clock;
 use crate::control::Live;
-use crate::control::live::{
-    CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request,
-};
+use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
 use crate::fleet::RuleId;
 use crate::kernel::Kernel;
 use crate::router::{self, Overlap, View as _};

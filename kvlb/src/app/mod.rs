@@ -76,7 +76,12 @@ fn run(config: Config) -> Result<()> {
         .with_context(|| format!("listen on the API address {}", config.api))?;
     let about = About {
         datapath: if kernel.is_some() { "sk_lookup" } else { "none" }.to_owned(),
-        datapath_detail: state.degraded().into_iter().find(|(what, _)| *what == "datapath").map(|d| d.1).unwrap_or_default(),
+        datapath_detail: state
+            .degraded()
+            .into_iter()
+            .find(|(what, _)| *what == "datapath")
+            .map(|d| d.1)
+            .unwrap_or_default(),
         io: proxy.engine().label().to_owned(),
         threads: proxy.threads(),
         api: listener.local_addr().context("read the API's address")?,
@@ -121,6 +126,7 @@ impl Parts {
                 if let Some(log) = program_log {
                     tasks.spawn(log.drain());
                 }
+                listen::behind_kernel(kernel, &proxy).context("give the listeners to the kernel")?;
                 tasks.spawn(steer::keep_steering(Arc::clone(kernel), Arc::clone(&state), config.drain_timeout));
             }
             None => {

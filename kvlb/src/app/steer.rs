@@ -143,10 +143,10 @@ mod tests {
         let (mut leaving, start, linger) = (Leaving::default(), clock::now(), Duration::from_secs(30));
         assert_eq!(leaving.with(vec![vip(1), vip(2)], start, linger).len(), 2);
         let after = leaving.with(vec![vip(1)], start, linger);
-        assert_eq!(after.iter().map(|v| (v.port, v.phase)).collect::<Vec<_>>(), [
-            (1, Phase::Serving),
-            (2, Phase::Draining)
-        ]);
+        assert_eq!(
+            after.iter().map(|v| (v.port, v.phase)).collect::<Vec<_>>(),
+            [(1, Phase::Serving), (2, Phase::Draining)]
+        );
         let back = leaving.with(vec![vip(1), vip(2)], start, linger);
         assert!(back.iter().all(|v| v.phase == Phase::Serving) && back.len() == 2);
         leaving.with(vec![vip(1)], start, linger);

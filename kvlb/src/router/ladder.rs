@@ -116,7 +116,9 @@ pub fn name(
     for input in &prompt.inputs {
         tokens.push(match (input, tokenizer) {
             // Token ids that are taken as they are need no tokenizer.
-            (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => ids[..ids.len().min(limits.max_tokens)].to_vec(),
+            (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => {
+                ids[..ids.len().min(limits.max_tokens)].to_vec()
+            }
             (input, Ok(tokenizer)) => tokenizer.tokens(input, &prompt.options, limits)?,
             (_, Err(detail)) => return Err(Miss::because(Reason::Tokenize, detail)),
         });
@@ -203,14 +205,13 @@ fn affinity(
     let longest = named.prompts.iter().map(|prompt| prompt.token_ids.len()).max().unwrap_or_default();
     let too_short = longest < service.min_match_tokens as usize;
     let min_overlap = min_overlap(service, blocks);
-    let choice = policy::choose(candidates, &Settings { min_overlap, ..service.settings }).map_err(|refusal| {
-        match refusal {
+    let choice =
+        policy::choose(candidates, &Settings { min_overlap, ..service.settings }).map_err(|refusal| match refusal {
             Refusal::NoWorker if too_short => Miss::because(Reason::Shallow, "prompt"),
             Refusal::NoWorker => Miss::new(Reason::NoWorker),
             Refusal::Excluded => Miss::new(Reason::Excluded),
             Refusal::Shallow => Miss::because(Reason::Shallow, "match"),
-        }
-    })?;
+        })?;
     if too_short {
         return Err(Miss::because(Reason::Shallow, "prompt"));
     }
@@ -241,12 +242,7 @@ fn min_overlap(service: &Service, blocks: usize) -> u32 {
 }
 
 /// Tier 2. A split rule asks the least loaded prefill endpoint, in turn where loads are equal; a pool asks its selector.
-fn fallback(
-    service: &Service,
-    view: &dyn View,
-    client: Option<IpAddr>,
-    candidates: &[Candidate],
-) -> Option<usize> {
+fn fallback(service: &Service, view: &dyn View, client: Option<IpAddr>, candidates: &[Candidate]) -> Option<usize> {
     let turn = Turn { number: view.turn(), client };
     if service.rule.kv.mode != ExactMode::PrefillDecode {
         return policy::select(service.rule.selector, candidates, turn);
@@ -394,11 +390,8 @@ mod tests {
         service.rule = Arc::new(off);
         assert_eq!(why(&service, br#"{"model":"m","prompt":[1]}"#), Some(Reason::ModeOff));
         service.rule = Arc::new(rule());
-        service.hasher = Arc::new(Hasher::new(
-            crate::contract::HashAlgo::XxhashCbor,
-            &NoneSeed::Unset,
-            service.rule.kv.block_size,
-        ));
+        service.hasher =
+            Arc::new(Hasher::new(crate::contract::HashAlgo::XxhashCbor, &NoneSeed::Unset, service.rule.kv.block_size));
         assert_eq!(why(&service, br#"{"model":"m","prompt":[1]}"#), Some(Reason::Hashes));
     }
 

@@ -65,7 +65,9 @@ fn path_matches(prefix: &str, path: &str) -> bool {
 /// A host without its port; an IPv6 literal keeps its brackets.
 fn without_port(host: &str) -> &str {
     match host.rfind(':') {
-        Some(colon) if !host[colon..].contains(']') && host[..colon].find(':').is_none_or(|_| host.starts_with('[')) => {
+        Some(colon)
+            if !host[colon..].contains(']') && host[..colon].find(':').is_none_or(|_| host.starts_with('[')) =>
+        {
             &host[..colon]
         }
         _ => host,

@@ -110,7 +110,10 @@ fn stamp(dir: &Path, slug: &ModelSlug) -> Stamp {
 /// The folder whose name is the slug, as the directory lists it.
 fn folder(dir: &Path, slug: &ModelSlug) -> Option<PathBuf> {
     let listing = fs::read_dir(dir).ok()?;
-    listing.flatten().find(|entry| entry.file_name().to_str().is_some_and(|name| slug.matches_dir(name))).map(|entry| entry.path())
+    listing
+        .flatten()
+        .find(|entry| entry.file_name().to_str().is_some_and(|name| slug.matches_dir(name)))
+        .map(|entry| entry.path())
 }
 
 fn read(dir: &Path, slug: &ModelSlug) -> Result<Files, Error> {

@@ -320,8 +320,7 @@ mod tests {
     use crate::state::index::IndexConfig;
 
     fn endpoint(index: &Arc<Index>) -> EndpointKv {
-        let attestor =
-            Attestor::new(HashAlgo::Sha256Cbor, NoneSeed::Text("0".into()), BlockSize::new(16).unwrap());
+        let attestor = Attestor::new(HashAlgo::Sha256Cbor, NoneSeed::Text("0".into()), BlockSize::new(16).unwrap());
         EndpointKv::new(Arc::clone(index), attestor)
     }
 

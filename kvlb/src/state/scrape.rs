@@ -29,12 +29,9 @@ fn forget(metrics: &Metrics) {
     metrics.contract.reset();
     metrics.degraded.reset();
     metrics.event_age_seconds.reset();
-    for family in [
-        &metrics.subscriber_reconnects,
-        &metrics.subscriber_recv_errors,
-        &metrics.cap_evictions,
-        &metrics.event_stream,
-    ] {
+    for family in
+        [&metrics.subscriber_reconnects, &metrics.subscriber_recv_errors, &metrics.cap_evictions, &metrics.event_stream]
+    {
         family.reset();
     }
 }

@@ -6,11 +6,11 @@ use prometheus::{
 };
 
 /// Seconds: decisions take microseconds when warm and milliseconds when cold.
-const DECISION_BUCKETS: [f64; 14] =
-    [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2, 0.1];
+const DECISION_BUCKETS: [f64; 14] = [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2, 0.1];
 
 /// Seconds: an answer's first byte comes after a prefill, which takes milliseconds to minutes.
-const FIRST_BYTE_BUCKETS: [f64; 14] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0];
+const FIRST_BYTE_BUCKETS: [f64; 14] =
+    [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0];
 
 macro_rules! families {
     ($( $(#[doc = $doc:literal])+ $field:ident: $kind:tt($name:literal $(, [$($label:literal),*])? $(, buckets $buckets:expr)?); )*) => {

@@ -36,7 +36,9 @@ pub fn init_logs(format: LogFormat, filter: &str) -> Result<(), Box<dyn std::err
     let registry = tracing_subscriber::registry().with(EnvFilter::try_new(filter)?);
     match format {
         LogFormat::Text => {
-            registry.with(tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false)).try_init()?;
+            registry
+                .with(tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false))
+                .try_init()?;
         }
         LogFormat::Json => {
             registry.with(tracing_subscriber::fmt::layer().json().with_writer(std::io::stderr)).try_init()?;

@@ -90,7 +90,8 @@ fn named(name: &str, type_is_known: bool) -> Class {
 }
 
 /// Where Qwen's tokenizers cut text before they look for tokens.
-const QWEN2_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2_WORDS: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN35_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 impl Rebuilt {
@@ -120,7 +121,8 @@ impl Rebuilt {
     pub(super) fn rebuild(self, file: &Value, config: &TokenizerConfig) -> Option<Value> {
         let mut file = file.clone();
         let is_bpe = file.pointer("/model/type").is_none_or(|kind| kind == "BPE");
-        let has_parts = file.pointer("/model/vocab").is_some_and(Value::is_object) && file.pointer("/model/merges").is_some();
+        let has_parts =
+            file.pointer("/model/vocab").is_some_and(Value::is_object) && file.pointer("/model/merges").is_some();
         if !is_bpe || !has_parts {
             return None;
         }
@@ -207,9 +209,17 @@ pub(super) fn same_tokens(left: &Value, right: &Value) -> bool {
     };
     same("normalizer")
         && same("pre_tokenizer")
-        && ["dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback", "ignore_merges"]
-            .into_iter()
-            .all(same_flag)
+        && [
+            "dropout",
+            "unk_token",
+            "continuing_subword_prefix",
+            "end_of_word_suffix",
+            "fuse_unk",
+            "byte_fallback",
+            "ignore_merges",
+        ]
+        .into_iter()
+        .all(same_flag)
 }
 
 /// Offsets say where in the text a token was; they change no id.

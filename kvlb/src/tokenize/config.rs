@@ -55,7 +55,9 @@ impl TokenizerConfig {
         match &self.chat_template {
             None => Vec::new(),
             Some(Templates::One(template)) => vec![("default".to_owned(), template.clone())],
-            Some(Templates::Named(list)) => list.iter().map(|each| (each.name.clone(), each.template.clone())).collect(),
+            Some(Templates::Named(list)) => {
+                list.iter().map(|each| (each.name.clone(), each.template.clone())).collect()
+            }
         }
     }
 

@@ -81,7 +81,8 @@ impl WallTime {
         const DAYS_PER_ERA: i64 = 146_097;
         let days = self.seconds.div_euclid(DAY) + DAYS_TO_1970;
         let day_of_era = days.rem_euclid(DAYS_PER_ERA);
-        let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / (DAYS_PER_ERA - 1)) / 365;
+        let year_of_era =
+            (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / (DAYS_PER_ERA - 1)) / 365;
         let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
         let month_from_march = (5 * day_of_year + 2) / 153;
         let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;

@@ -139,8 +139,13 @@ impl Tokenizer {
             .map(serde_json::from_slice)
             .transpose()
             .map_err(LoadError::TokenizerConfig)?;
-        let model: ModelConfig =
-            files.config.as_deref().map(serde_json::from_slice).transpose().map_err(LoadError::Config)?.unwrap_or_default();
+        let model: ModelConfig = files
+            .config
+            .as_deref()
+            .map(serde_json::from_slice)
+            .transpose()
+            .map_err(LoadError::Config)?
+            .unwrap_or_default();
         let pipeline = pipeline::build(&files.tokenizer_json, config.as_ref(), &model, options.rebuild)?;
         let chat_doubt = if model.is_harmony() {
             Some(Miss::Harmony)
@@ -241,7 +246,13 @@ impl Tokenizer {
         }
     }
 
-    fn encode(&self, text: &str, special_by_default: bool, options: &TokenOptions, limits: &Limits) -> Result<Vec<TokenId>, Miss> {
+    fn encode(
+        &self,
+        text: &str,
+        special_by_default: bool,
+        options: &TokenOptions,
+        limits: &Limits,
+    ) -> Result<Vec<TokenId>, Miss> {
         if let Some(doubt) = self.text_doubt {
             return Err(doubt);
         }

@@ -57,7 +57,8 @@ fn as_class(file: &[u8], config: &TokenizerConfig, rebuilt: class::Rebuilt, perh
     // What is baked into the file as truncation and padding is off unless a request asks for it.
     changed["truncation"] = Value::Null;
     changed["padding"] = Value::Null;
-    let mut tokenizer: Tokenizer = serde_json::from_value(changed).map_err(|error| LoadError::Tokenizer(error.into()))?;
+    let mut tokenizer: Tokenizer =
+        serde_json::from_value(changed).map_err(|error| LoadError::Tokenizer(error.into()))?;
     let tokens = if config.added_tokens_decoder.is_some() { config_tokens(config) } else { file_tokens(&parsed) };
     add_tokens(&mut tokenizer, tokens, config, &special)?;
     Ok((settle(tokenizer, config)?, special, doubt))

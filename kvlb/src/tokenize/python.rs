@@ -302,7 +302,10 @@ fn join(value: &Value, separator: Option<&str>) -> Result<Value, Error> {
 
 /// What has a length and items: text and mappings too, in Python.
 fn is_sequence(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable)
+    matches!(
+        value.kind(),
+        ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable
+    )
 }
 
 fn is_iterable(value: &Value) -> bool {
@@ -407,7 +410,9 @@ fn split_arguments(args: &[Value]) -> Result<(Option<String>, Option<usize>), Er
     let separator = match separator {
         None => None,
         Some(value) if value.is_none() => None,
-        Some(value) => Some(value.as_str().filter(|text| !text.is_empty()).ok_or_else(|| refused("this separator"))?.to_owned()),
+        Some(value) => {
+            Some(value.as_str().filter(|text| !text.is_empty()).ok_or_else(|| refused("this separator"))?.to_owned())
+        }
     };
     let most = match most.first() {
         None => None,

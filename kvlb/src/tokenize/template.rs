@@ -125,7 +125,8 @@ fn open_end(turns: &mut [Turn<'_>]) -> Result<String, Miss> {
 /// Source: transformers 5.19, `render_jinja_template`.
 fn cut(mut text: String, last: &str) -> Result<String, Miss> {
     let mark = END_MARK.trim_end();
-    let place = text.rfind(mark).filter(|_| text.contains(last.trim_matches(python::is_space))).ok_or(Miss::Rejected)?;
+    let place =
+        text.rfind(mark).filter(|_| text.contains(last.trim_matches(python::is_space))).ok_or(Miss::Rejected)?;
     if text[place..].starts_with(END_MARK) {
         text.truncate(place);
     } else {
@@ -144,7 +145,9 @@ fn variables(chat: &Chat, turns: &[Turn<'_>], special: &SpecialTokens, now: Opti
         variables.push(name, token.as_str());
     }
     // The first is a parameter of the engine's and no variable; the second is no name that a template can read.
-    for (name, json) in chat.template_kwargs.iter().filter(|(name, _)| name != "continue_final_message" && name != python::NOW) {
+    for (name, json) in
+        chat.template_kwargs.iter().filter(|(name, _)| name != "continue_final_message" && name != python::NOW)
+    {
         variables.set(name, value::value(json)?);
     }
     if let Some(effort) = &chat.reasoning_effort {

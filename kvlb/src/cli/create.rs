@@ -62,9 +62,14 @@ pub(super) struct LoadBalancer {
     #[arg(long, value_name = "PORT:TARGET", value_delimiter = ',', required = true)]
     tcp: Vec<String>,
 
-    /// Engines, as address:weight (weight 0 drains), or address:port:weight for a target port of their own; IPv6 as
-    /// [::1]:1 or ::1:1
-    #[arg(long, value_name = "HOST:WEIGHT", value_delimiter = ',', required = true)]
+    #[arg(
+        long,
+        value_name = "HOST:WEIGHT",
+        value_delimiter = ',',
+        required = true,
+        help = "Engines, as address:weight (weight 0 drains), or address:port:weight for a target port of their own; \
+                IPv6 as [::1]:1 or ::1:1"
+    )]
     endpoints: Vec<String>,
 
     /// Who is chosen where the KV tier has no word

@@ -385,3 +385,88 @@ async fn what_is_saved_can_be_applied() {
     assert_eq!(api.run(&format!("kvlb apply -f {file}")).await.unwrap_err().exit_code(), 2);
     assert_eq!(api.run("kvlb apply -f /nowhere/at/all").await.unwrap_err().exit_code(), 2);
 }
+
+/// Nothing is known of any endpoint.
+struct Quiet;
+
+impl crate::control::Live for Quiet {
+    fn endpoint(&self, _: RuleId, _: usize) -> Option<crate::control::live::EndpointView> {
+        None
+    }
+
+    fn inventory(&self, _: RuleId, _: usize) -> Option<crate::control::live::Inventory> {
+        None
+    }
+
+    fn explain(&self, _: RuleId, _: &crate::control::live::Request<'_>) -> Option<crate::control::live::Explanation> {
+        None
+    }
+
+    fn metrics(&self) -> String {
+        "# nothing\n".to_owned()
+    }
+
+    fn degraded(&self) -> Vec<(String, String)> {
+        Vec::new()
+    }
+}
+
+#[tokio::test]
+async fn a_rules_whole_life_goes_through_the_real_api() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let about = crate::control::About {
+        datapath: "none".to_owned(),
+        datapath_detail: String::new(),
+        io: "epoll".to_owned(),
+        threads: 1,
+        api: address,
+        state_dir: None,
+    };
+    let api = crate::control::Api::new(Arc::new(Quiet), about);
+    let publish = |_: Vec<Arc<crate::fleet::Rule>>| {};
+    api.ready(Arc::new(crate::control::Store::open(None, publish).unwrap()));
+    tokio::spawn(crate::control::serve(listener, api, std::future::pending()));
+    let flags = ["--port".to_owned(), address.port().to_string()];
+    let run =
+        async |line: &str| execute_line(line, &flags).await.map_err(|error| (error.exit_code(), error.to_string()));
+    let text = async |line: &str| run(line).await.map(|answer| answer.text);
+
+    assert_eq!(text(DOCUMENT_LINE).await, Ok("Success: rule 1 created\n".to_owned()));
+    assert_eq!(text(DOCUMENT_LINE).await, Ok("Success: rule 1 unchanged\n".to_owned()));
+    let shown = text("kvlb get lb").await.unwrap();
+    assert!(
+        shown.contains("| 1  | 10.10.10.254 | 8080 | tcp   |") && shown.contains("prefill endpoints alone"),
+        "{shown}"
+    );
+    assert!(text("kvlb get lb -o wide").await.unwrap().contains("| 192.0.2.2 | 8000  | 1      | decode"));
+    assert_eq!(text("kvlb set ep 192.0.2.1:8000 down").await, Ok("Success: rule 1 changed\n".to_owned()));
+    assert_eq!(text("kvlb set ep 192.0.2.9 down").await.map_err(|(code, _)| code), Err(4));
+    let join = "kvlb create lb 10.10.10.254 --tcp=8080:8000 --endpoints=192.0.2.3:1 --ep-role=prefill --attachEP";
+    assert_eq!(text(join).await, Ok("Success: rule 1 attached\n".to_owned()));
+    assert_eq!(text(&join.replace("attach", "detach")).await, Ok("Success: rule 1 detached\n".to_owned()));
+    let mismatch = format!("{DOCUMENT_LINE} --kv-engine-type=llamacpp");
+    assert_eq!(text(&mismatch).await.map_err(|(code, _)| code), Err(4), "immutable");
+    let zero = DOCUMENT_LINE.replace("--kv-block-size=16", "--kv-block-size=0");
+    let refused = text(&zero).await;
+    assert!(refused.as_ref().is_err_and(|(code, text)| *code == 2 && text.contains("kvBlockSize 0")), "{refused:?}");
+    let second = DOCUMENT_LINE.to_owned() + " --model-name=m";
+    assert_eq!(text(&second).await, Ok("Success: rule 2 created\n".to_owned()));
+    let several = text("kvlb delete lb 10.10.10.254 --tcp=8080").await;
+    assert!(several.as_ref().is_err_and(|(code, text)| *code == 4 && text.contains("--model-name")), "{several:?}");
+    let one = text("kvlb delete lb 10.10.10.254 --tcp=8080 --model-name=m").await;
+    assert_eq!(one, Ok("Success: rule 2 deleted\n".to_owned()));
+    assert_eq!(text("kvlb get kvinventory --service-id=1 --ep-idx=0").await.map(|t| t.lines().count()), Ok(3));
+    assert_eq!(text("kvlb get kvinventory --service-id=9 --ep-idx=0").await.map_err(|(code, _)| code), Err(4));
+    assert!(text("kvlb get kvstatus").await.unwrap().contains("not subscribed"));
+    assert!(text("kvlb get ep").await.unwrap().contains("192.0.2.1_tcp_8000"));
+    assert_eq!(text("kvlb get metrics").await, Ok("# nothing\n".to_owned()));
+    assert!(text("kvlb get status").await.unwrap().contains("in memory only"));
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display().to_string();
+    assert!(text(&format!("kvlb save --lb -c {at}")).await.is_ok());
+    assert_eq!(text("kvlb delete lb 10.10.10.254 --tcp=8080").await, Ok("Success: rule 1 deleted\n".to_owned()));
+    assert_eq!(text(&format!("kvlb apply -l {at}/lbconfig.txt")).await, Ok("Success: rule 3 created\n".to_owned()));
+    let restored = text("kvlb get lb -o json").await.unwrap();
+    assert!(restored.contains("\"adminState\": \"down\""), "what was set is saved too: {restored}");
+}

@@ -140,7 +140,7 @@ pub enum Problem {
         of: &'static str,
     },
     /// A field that a rule keeps for its life.
-    #[error("{field} cannot change from {is} to {asked}: delete the rule and create it again")]
+    #[error("{field} cannot change from {is} to {asked}: {hint}")]
     Immutable {
         /// The field.
         field: &'static str,
@@ -148,6 +148,8 @@ pub enum Problem {
         is: String,
         /// What was asked.
         asked: String,
+        /// What to do.
+        hint: &'static str,
     },
     /// Two rules that would answer the same requests.
     #[error("ports {ports} overlap those of rule {other} with the same address, host, path and model")]

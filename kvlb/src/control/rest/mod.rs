@@ -165,9 +165,8 @@ async fn status(State(api): Shared) -> Json<Value> {
     let store = api.store.get();
     let entries = store.map(|store| store.entries()).unwrap_or_default();
     let endpoints: usize = entries.iter().filter_map(|e| e.rule.as_ref().ok()).map(|rule| rule.endpoints.len()).sum();
-    let trouble = store.into_iter().flat_map(|store| store.trouble()).map(|why| ("rules".to_owned(), why.clone()));
     let degraded: Vec<_> =
-        trouble.chain(api.live.degraded()).map(|(what, why)| json!({"what": what, "why": why})).collect();
+        api.live.degraded().into_iter().map(|(what, why)| json!({"what": what, "why": why})).collect();
     let about = &api.about;
     Json(json!({
         "version": env!("CARGO_PKG_VERSION"),

@@ -230,6 +230,11 @@ async fn mistakes_have_honest_statuses_and_json_bodies() {
         let answer = server.ask(method.clone(), path, None).await;
         assert_eq!(code(&answer), (405, "method_not_allowed"), "{method} {path}");
     }
+    let url = format!("http://{}/netlox/v1/config/loadbalancer/all", server.address);
+    let answer = server.http.put(&url).send().await.unwrap();
+    let allowed = answer.headers().get("allow").and_then(|allow| allow.to_str().ok()).unwrap_or_default();
+    assert!(allowed.contains("GET") && allowed.contains("DELETE"), "{allowed:?}");
+    assert_eq!(server.http.head(&url).send().await.unwrap().status(), 200);
     let too_large = format!("{{\"serviceArguments\":{{\"name\":\"{}\"}}}}", "n".repeat(BODY_MAX));
     assert_eq!(code(&server.post("/config/loadbalancer", too_large).await), (413, "too_large"));
     let url = format!("http://{}/netlox/v1/config/loadbalancer", server.address);

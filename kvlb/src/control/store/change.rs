@@ -179,7 +179,7 @@ fn create(before: &[Arc<Entry>], body: &Body, key: &RuleKey, next_id: u32) -> Re
 }
 
 /// Two rules for the same requests on ports that overlap: which of them would serve is a guess.
-fn same_but_ports(a: &RuleKey, b: &RuleKey) -> bool {
+pub(super) fn same_but_ports(a: &RuleKey, b: &RuleKey) -> bool {
     let overlap = a.ports.first <= b.ports.last && b.ports.first <= a.ports.last;
     overlap && RuleKey { ports: b.ports, ..a.clone() } == *b
 }
@@ -194,7 +194,12 @@ fn keeps_what_it_must(old: &Entry, body: &Body) -> Result<(), Problem> {
     let args = body.args();
     if let Some(mode) = args.mode.filter(|mode| *mode != crate::control::wire::FULLPROXY) {
         let is = crate::control::wire::FULLPROXY.to_string();
-        return Err(Problem::Immutable { field: "mode", is, asked: mode.to_string() });
+        return Err(Problem::Immutable {
+            field: "mode",
+            is,
+            asked: mode.to_string(),
+            hint: "kvlb serves mode 4 (fullproxy) alone",
+        });
     }
     let is = match rule.kv.engine {
         EngineType::Vllm => "vllm",
@@ -204,7 +209,8 @@ fn keeps_what_it_must(old: &Entry, body: &Body) -> Result<(), Problem> {
     if asked == is {
         return Ok(());
     }
-    Err(Problem::Immutable { field: "kvEngineType", is: is.to_owned(), asked: asked.to_owned() })
+    let hint = "delete the rule and create it again";
+    Err(Problem::Immutable { field: "kvEngineType", is: is.to_owned(), asked: asked.to_owned(), hint })
 }
 
 fn move_endpoints(before: &[Arc<Entry>], body: &Body) -> Result<(After, &'static str, Vec<RuleId>), Problem> {

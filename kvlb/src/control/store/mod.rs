@@ -113,7 +113,7 @@ impl Store {
             trouble.extend(loaded.recovered);
             (loaded.document.next_id, loaded.document.rules)
         });
-        let entries: Vec<_> = kept.into_iter().map(Entry::kept).map(Arc::new).collect();
+        let entries = refuse_doubles(kept.into_iter().map(Entry::kept).collect());
         // A file edited by hand may name a number that is not given out yet.
         let next_id = entries.iter().map(|e| e.id.0.saturating_add(1)).fold(next_id.max(1), u32::max);
         trouble.extend(refusals(&entries));
@@ -135,7 +135,7 @@ impl Store {
         self.entries.load_full()
     }
 
-    /// What was wrong with the state directory at the start; empty: nothing.
+    /// What was wrong with the state directory at the start, for the status; empty: nothing.
     pub fn trouble(&self) -> &[String] {
         &self.trouble
     }
@@ -180,6 +180,22 @@ impl Writer {
         self.next_id = next_id;
         Ok(())
     }
+}
+
+/// A file edited by hand may hold two rules for the same requests, or one number twice: the first is in force.
+fn refuse_doubles(entries: Vec<Entry>) -> Vec<Arc<Entry>> {
+    let mut checked: Vec<Arc<Entry>> = Vec::with_capacity(entries.len());
+    for mut entry in entries {
+        let clash = checked.iter().find(|other| {
+            let keys = other.key.as_ref().zip(entry.key.as_ref());
+            other.id == entry.id || keys.is_some_and(|(a, b)| change::same_but_ports(a, b))
+        });
+        if let Some(other) = clash {
+            entry.rule = Err(format!("rule {} has its number or serves the same requests", other.id));
+        }
+        checked.push(Arc::new(entry));
+    }
+    checked
 }
 
 fn refusals(entries: &[Arc<Entry>]) -> impl Iterator<Item = String> {
@@ -265,6 +281,18 @@ mod tests {
         assert!(store.trouble()[0].contains("the version before it is in force"));
         assert_eq!(*published.lock(), [[1]]);
         assert!(put(&store, 82) > RuleId(2), "number 2 was given out by the lost version");
+    }
+
+    #[test]
+    fn of_two_rules_for_the_same_requests_the_first_is_in_force() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = RulesFile::open(dir.path()).unwrap();
+        let kept = |id, port| Kept { id, body: body(port, json!({})).json().clone() };
+        file.save(&Document::new(9, vec![kept(1, 80), kept(2, 80), kept(1, 81), kept(3, 82)])).unwrap();
+        drop(file);
+        let (store, published) = open(Some(dir.path()));
+        assert_eq!(*published.lock(), [[1, 3]]);
+        assert_eq!(store.trouble().len(), 2);
     }
 
     #[test]

@@ -3,9 +3,11 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::Body;
+use super::fields::{ENDPOINT, SERVICE};
 use crate::contract::HashAlgo;
 use crate::control::Problem;
 use crate::fleet::{EngineType, ExactMode, ProbeKind, Role, Rule, RuleId, Score, Selector};
@@ -423,4 +425,48 @@ fn bodies_of_another_shape_are_refused_by_name() {
         (json!({"externalIP": "1.1.1.1", "port": 1}), "unknown_field", "it belongs in serviceArguments"),
         (json!({"serviceargs": {}}), "unknown_field", "serviceargs"),
     ]);
+}
+
+/// A value that a field may be sent with, right or wrong.
+fn any_value() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        (-2i64..20).prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "[a-z0-9./:_\\[\\]-]{0,12}".prop_map(Value::from),
+        any::<String>().prop_map(Value::from),
+        Just(json!([])),
+        Just(json!({})),
+        Just(json!([{"prefix": "10.0.0.0/8"}])),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn bytes_from_outside_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        prop_assert!(Body::read(&bytes).is_err());
+    }
+
+    #[test]
+    fn a_rule_that_is_accepted_is_the_same_when_it_is_read_again(
+        changes in prop::collection::vec((0..SERVICE.len(), any_value()), 0..6),
+        of_endpoint in prop::collection::vec((0..ENDPOINT.len(), any_value()), 0..3),
+    ) {
+        let mut service_fields = json!({});
+        for (field, value) in changes {
+            service_fields[SERVICE[field].name] = value;
+        }
+        let mut endpoint = json!({"endpointIP": "192.0.2.1", "targetPort": 8000});
+        for (field, value) in of_endpoint {
+            endpoint[ENDPOINT[field].name] = value;
+        }
+        let whole = pool(service_fields, json!({"endpoints": [endpoint]}));
+        let Ok(body) = Body::read(whole.to_string().as_bytes()) else { return Ok(()) };
+        let again = Body::read(Value::Object(body.json().clone()).to_string().as_bytes());
+        prop_assert_eq!(again.as_ref(), Ok(&body));
+        prop_assert_eq!(again.and_then(|again| again.rule(RuleId(1))), body.rule(RuleId(1)));
+    }
 }

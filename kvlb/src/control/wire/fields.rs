@@ -5,6 +5,7 @@
 
 use serde_json::{Map, Value};
 
+use self::Kind::{Any, Bool, List, Object, Text, Whole};
 use crate::control::Problem;
 
 /// A field's JSON type, with its range where it has one.
@@ -69,8 +70,6 @@ const fn not_yet(name: &'static str, kind: Kind, note: &'static str) -> Field {
 const fn neutral(field: Field, neutral: &'static str) -> Field {
     Field { neutral, ..field }
 }
-
-use Kind::{Any, Bool, List, Object, Text, Whole};
 
 const PORT: Kind = Whole(1, 65_535);
 const PORT_OR_NONE: Kind = Whole(0, 65_535);

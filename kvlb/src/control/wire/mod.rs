@@ -1,6 +1,6 @@
 //! The LoxiLB body: from an operator's bytes to a checked rule.
 //!
-//! Owns the field tables ([`fields`]), the serde types of the body ([`Body`], [`ServiceArguments`]) and their conversion
+//! Owns the field tables (`fields`), the serde types of the body ([`Body`], `ServiceArguments`) and their conversion
 //! into `fleet::Rule`. Never guesses: a field that is unknown, misspelt or asks for something that is not served is an
 //! error that names it. Invariant: what [`Body::json`] holds converts into the same rule again, whenever it is read.
 

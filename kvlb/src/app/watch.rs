@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::crew::Crew;
-use crate::fleet::{EndpointKey, Monitor, Rule, RuleId};
+use crate::fleet::{EndpointKey, ExactMode, Monitor, Rule, RuleId};
 use crate::ingest::{self, ReplayPort, Subscription};
 use crate::probe;
 use crate::state::kv::EndpointKv;
@@ -21,11 +21,15 @@ struct Probing {
     place: EndpointKey,
     monitor: Monitor,
     meters: Arc<Meters>,
+    tokenizes: bool,
 }
 
 impl PartialEq for Probing {
     fn eq(&self, other: &Self) -> bool {
-        self.place == other.place && self.monitor == other.monitor && Arc::ptr_eq(&self.meters, &other.meters)
+        self.tokenizes == other.tokenizes
+            && self.place == other.place
+            && self.monitor == other.monitor
+            && Arc::ptr_eq(&self.meters, &other.meters)
     }
 }
 
@@ -61,6 +65,7 @@ pub(super) async fn keep_watching(state: Arc<State>, replay_offset: Option<u16>)
                 key: probing.place.clone(),
                 monitor: probing.monitor.clone(),
                 meters: Arc::clone(&probing.meters),
+                tokenizes: probing.tokenizes,
             };
             tokio::spawn(probe::watch(target, Arc::clone(&state), http.clone()))
         });
@@ -80,6 +85,7 @@ fn probing(service: &Service) -> impl Iterator<Item = (Key, Probing)> {
             place: endpoint.spec.key.clone(),
             monitor: rule.monitor_of(&endpoint.spec).clone(),
             meters: Arc::clone(&endpoint.meters),
+            tokenizes: rule.kv.mode != ExactMode::Off,
         };
         ((rule.id, endpoint.meters.id), probing)
     })
@@ -93,12 +99,8 @@ fn listening(service: &Service, replay_offset: Option<u16>) -> impl Iterator<Ite
         (None, None) => ReplayPort::Off,
     };
     service.endpoints.iter().filter_map(move |endpoint| {
-        let listening = Listening {
-            place: endpoint.spec.key.clone(),
-            port: rule.kv.zmq_port,
-            replay,
-            kv: endpoint.kv.clone()?,
-        };
+        let listening =
+            Listening { place: endpoint.spec.key.clone(), port: rule.kv.zmq_port, replay, kv: endpoint.kv.clone()? };
         Some(((rule.id, endpoint.meters.id), listening))
     })
 }

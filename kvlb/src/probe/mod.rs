@@ -15,6 +15,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::fleet::{EndpointKey, Monitor, Probe, ProbeKind};
 use crate::state::{Meters, State};
+use crate::tokenize::ModelSlug;
 use streak::Streak;
 
 /// After a first failure the next probe comes this soon, so that an outage is known within `retries` seconds.
@@ -37,6 +38,8 @@ pub struct Target {
     pub monitor: Monitor,
     /// Where the verdict goes.
     pub meters: Arc<Meters>,
+    /// The rule turns prompts into tokens, so the models that the engine lists need their tokenizers.
+    pub tokenizes: bool,
 }
 
 /// Probes one endpoint for ever.
@@ -138,10 +141,23 @@ async fn learn_facts(target: &Target, state: &State, http: &reqwest::Client) {
             state.conditions_changed();
         }
         if let Some((models, adapters)) = ask_models(target, http).await {
+            if target.tokenizes {
+                want_tokenizers(state, &models, &adapters);
+            }
             target.meters.set_models(models, adapters);
         }
         let unknown = target.meters.addresses().is_empty() || target.meters.models().is_empty();
         sleep(if unknown { CONFIRM_INTERVAL * 2 } else { FACTS_INTERVAL }).await;
+    }
+}
+
+/// Has the tokenizers of an engine's models loaded before the first request asks for them. Adapters share their base
+/// model's.
+fn want_tokenizers(state: &State, models: &[String], adapters: &[String]) {
+    for model in models.iter().filter(|model| !adapters.contains(model)) {
+        if state.tokenizers.status(model).is_none() {
+            state.tokenizers.want(ModelSlug::from(model.as_str()));
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::run::{cargo, done, root, variable};
 use crate::setup;
 
 /// Set for the child that runs inside the namespace.
-const INSIDE: &str = "KVLB_DEMO_INSIDE";
+const INSIDE: &str = "DEMO_INSIDE";
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use prometheus::Histogram;
 
 use crate::clock;
-use crate::fleet::{ExactMode, Limits, Rule};
+use crate::fleet::{EndpointKey, ExactMode, Limits, Rule};
 use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen,
@@ -274,7 +274,7 @@ impl Call for Errand {
                 self.settle();
             }
             Event::Died { .. } | Event::BrokeOff { .. } | Event::TimedOut { .. } | Event::ClientLeft(_) => {
-                self.settle()
+                self.settle();
             }
         }
     }
@@ -285,7 +285,7 @@ impl Errand {
         let endpoint = self.service.endpoints.get(position)?;
         let guard = endpoint.meters.enter(self.weight, self.service.next_choice());
         let fields =
-            if self.service.rule().decision_headers { explain(endpoint_name(endpoint), decision) } else { Vec::new() };
+            if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
         Some(Target { position, addresses: Addresses(endpoint.addresses()), fields, guard })
     }
 
@@ -322,10 +322,9 @@ impl Errand {
         }
         if decision.depth > 0
             && let Some(kv) = self.service.endpoints.get(position).and_then(|endpoint| endpoint.kv.as_ref())
+            && kv.proved_by_request().is_some()
         {
-            if kv.proved_by_request().is_some() {
-                tracing::info!(service = self.service.rule().id.0, position, "contract proved by a request");
-            }
+            tracing::info!(service = self.service.rule().id.0, position, "contract proved by a request");
         }
     }
 }
@@ -410,12 +409,8 @@ fn refuse(unserved: &Unserved, model: Option<&str>) -> Reply {
     }
 }
 
-fn endpoint_name(endpoint: &crate::state::Endpoint) -> String {
-    endpoint.spec.key.to_string()
-}
-
 /// The `x-kvlb-*` fields that explain a choice to the client.
-fn explain(endpoint: String, decision: &Decision) -> Vec<u8> {
+fn explain(endpoint: &EndpointKey, decision: &Decision) -> Vec<u8> {
     let blocks: usize = decision.prompts.iter().map(|prompt| prompt.blocks).sum();
     let mut fields = format!(
         "x-kvlb-endpoint: {endpoint}\r\nx-kvlb-tier: {}\r\nx-kvlb-depth: {}\r\nx-kvlb-blocks: {blocks}\r\n",

@@ -1,5 +1,6 @@
 //! What the API shows of the state.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,11 +11,11 @@ use super::desk;
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
-use crate::fleet::RuleId;
+use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
 use crate::router::{self, Overlap, View as _};
 use crate::state::kv::EndpointKv;
-use crate::state::{self, Service, State};
+use crate::state::{self, Service, Staged, State};
 
 /// How blocks are named here: as the engine names them.
 const KEYING: &str = "parity";
@@ -100,6 +101,10 @@ impl Live for LiveState {
         })
     }
 
+    fn notes(&self, rule: RuleId) -> Vec<String> {
+        self.service(rule).map(|service| tokenizer_notes(&self.state, &service)).unwrap_or_default()
+    }
+
     fn metrics(&self) -> String {
         self.read_kernel();
         state::scrape(&self.state);
@@ -112,6 +117,34 @@ impl Live for LiveState {
     fn degraded(&self) -> Vec<(String, String)> {
         self.state.degraded().into_iter().map(|(what, why)| (what.to_owned(), why)).collect()
     }
+}
+
+/// What keeps a rule's prompts from becoming tokens: files that are missing, or not understood.
+fn tokenizer_notes(state: &State, service: &Service) -> Vec<String> {
+    if service.rule().kv.mode == ExactMode::Off {
+        return Vec::new();
+    }
+    let mut models: BTreeSet<String> = service.rule().key.model.iter().cloned().collect();
+    for endpoint in &service.endpoints {
+        let adapters = endpoint.meters.adapters();
+        models.extend(endpoint.meters.models().iter().filter(|model| !adapters.contains(model)).cloned());
+    }
+    models.iter().filter_map(|model| Some(format!("{model}: {}", trouble(&state.tokenizers.status(model)?)?))).collect()
+}
+
+/// What is wrong with a staged tokenizer; `None`: nothing.
+fn trouble(staged: &Staged) -> Option<String> {
+    let tokenizer = match staged {
+        Staged::Unusable(why) => return Some(format!("prompts cannot become tokens: {why}")),
+        Staged::Ready(tokenizer) => tokenizer,
+    };
+    let status = tokenizer.status();
+    if let Some(miss) = status.text {
+        return Some(format!("prompts cannot become tokens exactly ({})", miss.detail()));
+    }
+    let miss = status.chat?;
+    let template = status.template.map(|why| format!(": {why}")).unwrap_or_default();
+    Some(format!("chats cannot be rendered exactly ({}){template}", miss.detail()))
 }
 
 fn kv_view(kv: &EndpointKv) -> KvView {

@@ -63,9 +63,10 @@ async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
         if let Some(verdict) = streak.add(result.is_ok())
             && target.meters.set_probe(verdict)
         {
-            match verdict {
-                Probe::Down => tracing::warn!(endpoint = %target.label, cause, "endpoint is down"),
-                _ => tracing::info!(endpoint = %target.label, "endpoint is up"),
+            if verdict == Probe::Down {
+                tracing::warn!(endpoint = %target.label, cause, "endpoint is down");
+            } else {
+                tracing::info!(endpoint = %target.label, "endpoint is up");
             }
             state.conditions_changed();
         }
@@ -101,7 +102,8 @@ async fn probe(target: &Target, http: &reqwest::Client) -> Result<(), Failure> {
 async fn probe_tcp(target: &Target) -> Result<(), Failure> {
     let mut last = Failure::Unresolved(target.key.host.clone());
     for address in target.meters.addresses().iter() {
-        let address = SocketAddr::new(address.ip(), target.monitor.port.unwrap_or(address.port()));
+        let port = target.monitor.port.unwrap_or_else(|| address.port());
+        let address = SocketAddr::new(address.ip(), port);
         match TcpStream::connect(address).await {
             Ok(_stream) => return Ok(()),
             Err(error) => last = Failure::Connect(error),

@@ -18,6 +18,10 @@ use crate::fleet::{Rule, RuleId};
 struct Fixed;
 
 impl Live for Fixed {
+    fn notes(&self, _: RuleId) -> Vec<String> {
+        Vec::new()
+    }
+
     fn endpoint(&self, rule: RuleId, position: usize) -> Option<EndpointView> {
         let kv = (position == 0).then(|| KvView {
             contract: "mismatch".to_owned(),

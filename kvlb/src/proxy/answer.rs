@@ -71,7 +71,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 self.client.phase.set(Phase::Wait);
             }
             match read {
-                Ok(count) if count > 0 => self.arm(self.terms.limits.idle, Limit::Pause),
+                Ok(count) if count > 0 => self.arm_pause(),
                 _end_or_error if bytes.is_empty() && interims == 0 => return Ok(Heard::Silence),
                 _end_or_error => return Ok(Heard::BrokenOff),
             }
@@ -143,7 +143,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     ) -> Result<(), Broken> {
         let mut piece = first;
         loop {
-            self.arm(self.terms.limits.idle, Limit::Pause);
+            self.arm_pause();
             if !piece.is_empty() {
                 flow.passed += piece.len() as u64;
                 let write = self.client.stream.write_all(piece);
@@ -178,6 +178,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 }
 
 /// Why relaying ended before the answer did.
+#[derive(Clone, Copy)]
 enum Broken {
     Stopped(Stop),
     /// The endpoint's connection ended, or its chunks are none.

@@ -196,15 +196,21 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         }
     }
 
+    /// How the head of a request goes on.
+    pub(super) fn forward(&self, terms: &Terms, framing: Framing) -> Forward {
+        Forward {
+            client: terms.forwarded_headers.then(|| self.arrival.client.ip()),
+            vip: self.arrival.vip,
+            framing,
+            expect_continue: false,
+            read_here: false,
+        }
+    }
+
     /// The request as endpoints get it.
     pub(super) fn compose(&self, request: Arc<Request>, passing: Option<Passing>, terms: &Terms) -> Sending {
-        let forward = |head: &Head, framing, expect_continue| {
-            let forward = Forward {
-                client: terms.forwarded_headers.then(|| self.arrival.client.ip()),
-                vip: self.arrival.vip.to_string(),
-                framing,
-                expect_continue,
-            };
+        let write = |head: &Head, framing, expect_continue| {
+            let forward = Forward { expect_continue, ..self.forward(terms, framing) };
             let mut bytes = Vec::with_capacity(head.fields().bytes() + 128);
             head.write_for_endpoint(&mut bytes, &forward);
             bytes
@@ -212,7 +218,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         if let Some(passing) = passing {
             let expect = request.head.expects_continue() && passing.payload.is_empty();
             return Sending::Through(
-                forward(&request.head, passing.rest.framing(request.head.framing()), expect),
+                write(&request.head, passing.rest.framing(request.head.framing()), expect),
                 passing,
             );
         }
@@ -221,7 +227,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             Framing::Length(_) => Framing::Length(request.body_len() as u64),
             other => other,
         };
-        let mut bytes = forward(head, framing, false);
+        let mut bytes = write(head, framing, false);
         let chunked = framing == Framing::Chunked;
         let (mut body, trailers, lease) = take_body(request);
         if chunked {

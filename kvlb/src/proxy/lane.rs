@@ -133,13 +133,17 @@ pub(super) async fn run<B: Backend, P: Backplane>(
         match commands.recv().await {
             Some(Command::Listen(link, socket)) => open_door(&lane, &mut doors, link, socket),
             Some(Command::Unlisten { link, release }) => {
-                doors.remove(&link).into_iter().for_each(|door| door.shut(release))
+                if let Some(door) = doors.remove(&link) {
+                    door.shut(release);
+                }
             }
             Some(Command::Drain { deadline, release }) => break (deadline, release),
             None => break (clock::now(), false),
         }
     };
-    doors.into_values().for_each(|door| door.shut(release));
+    for door in doors.into_values() {
+        door.shut(release);
+    }
     lane.drain(deadline).await;
     pulse.abort();
     lane.idle.borrow_mut().clear();
@@ -264,18 +268,14 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
         } else {
             (!self.backplane.admits(&arrival)).then_some(Refused::NotAdmitted)
         };
-        match refusal {
-            Some(cause) => {
-                self.meter.client_refused(cause);
-                stream.reset_on_close();
-            }
-            None => {
-                let seat = Seat::take(self);
-                spawn_local(async move {
-                    client::serve(&seat, stream, arrival).await;
-                });
-            }
+        if let Some(cause) = refusal {
+            self.meter.client_refused(cause);
+            return stream.reset_on_close();
         }
+        let seat = Seat::take(self);
+        spawn_local(async move {
+            client::serve(&seat, stream, arrival).await;
+        });
     }
 
     async fn drain(&self, deadline: Instant) {

@@ -23,6 +23,7 @@ mod intake;
 mod io;
 mod lane;
 mod meter;
+mod models;
 mod ring;
 #[cfg(test)]
 mod suite;
@@ -96,7 +97,7 @@ impl Default for Config {
             threads: default_threads(),
             io: Io::Auto,
             pin: true,
-            client_idle: Duration::from_secs(120),
+            client_idle: Duration::from_mins(2),
             client_head: Duration::from_secs(30),
             connections_max: 65_536,
             idle_per_endpoint: 64,
@@ -159,19 +160,19 @@ impl Proxy {
     ///
     /// # Errors
     /// When io_uring was asked for and is not there, or no thread can be started.
-    pub fn start<P: Backplane>(config: Config, backplane: Arc<P>, meter: Arc<dyn Meter>) -> Result<Self, StartError> {
+    pub fn start<P: Backplane>(config: Config, backplane: &Arc<P>, meter: &Arc<dyn Meter>) -> Result<Self, StartError> {
         let (engine, refused) = config.io.resolve().map_err(StartError::Uring)?;
-        match refused {
-            Some(error) => tracing::warn!(%error, "io_uring is not available: serving with epoll"),
-            None => tracing::info!(io = engine.label(), threads = config.threads, "data threads start"),
+        if let Some(error) = refused {
+            tracing::warn!(%error, "io_uring is not available: serving with epoll");
         }
+        tracing::info!(io = engine.label(), threads = config.threads, "data threads start");
         let workers = Workers::start(config.decision_threads, config.decision_queue).map_err(StartError::Thread)?;
         let workers = Arc::new(workers);
         let budget = Budget::new(config.body_budget);
         let config = Arc::new(config);
         let shared = || Shared {
-            backplane: Arc::clone(&backplane),
-            meter: Arc::clone(&meter),
+            backplane: Arc::clone(backplane),
+            meter: Arc::clone(meter),
             config: Arc::clone(&config),
             workers: Arc::clone(&workers),
             budget: Arc::clone(&budget),

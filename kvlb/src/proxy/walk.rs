@@ -79,6 +79,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.client.alarm.set(sooner(due, self.total));
     }
 
+    /// The next piece must come within the rule's limit.
+    pub(super) fn arm_pause(&self) {
+        self.arm(self.terms.limits.idle, Limit::Pause);
+    }
+
     async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<After, End> {
         let (mut tried, mut sends, mut busy) = (Vec::new(), 0, None);
         let mut reached = self.reach(&mut tried, None, true).await?;
@@ -151,17 +156,17 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Wait);
         // An endpoint that does not take the request makes no progress either.
-        self.arm(self.terms.limits.idle, Limit::Pause);
+        self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
             Heard::Head(head, bytes) => {
-                let held = Held { leg, target, head: *head, bytes };
-                if may_hold && held.head.is_busy() && upload.is_sent() {
+                let waiting = Held { leg, target, head: *head, bytes };
+                if may_hold && waiting.head.is_busy() && upload.is_sent() {
                     if let Some(parcel) = upload.into_parcel().await {
-                        return Ok(Try::Busy(Box::new(held), parcel));
+                        return Ok(Try::Busy(Box::new(waiting), parcel));
                     }
-                    return self.relay(held, None).await.map(Try::Relayed);
+                    return self.relay(waiting, None).await.map(Try::Relayed);
                 }
-                self.relay(held, Some(upload)).await.map(Try::Relayed)
+                self.relay(waiting, Some(upload)).await.map(Try::Relayed)
             }
             Heard::Silence if leg.reused => {
                 leg.stream.abort();
@@ -175,7 +180,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         }
     }
 
-    fn then(&self) -> Then<'a> {
+    pub(super) fn then(&self) -> Then<'a> {
         Then { alarm: &self.client.alarm, first_byte: self.terms.limits.first_byte, total: self.total }
     }
 
@@ -191,7 +196,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
 
     /// An endpoint with a connection to it: `next`, else the rule's choice, and where that cannot be reached another,
     /// until nobody is left.
-    async fn reach(
+    pub(super) async fn reach(
         &mut self,
         tried: &mut Vec<usize>,
         mut next: Option<TargetOf<P>>,

@@ -36,6 +36,7 @@ pub(super) enum Kind {
     Host,
     Expect,
     Upgrade,
+    AcceptEncoding,
     ForwardedFor,
     ForwardedProto,
     /// For this connection only.
@@ -54,6 +55,7 @@ impl Kind {
             10 if is("keep-alive") => Self::Hop,
             14 if is("content-length") => Self::ContentLength,
             15 if is("x-forwarded-for") => Self::ForwardedFor,
+            15 if is("accept-encoding") => Self::AcceptEncoding,
             16 if is("proxy-connection") => Self::Hop,
             17 if is("transfer-encoding") => Self::TransferEncoding,
             17 if is("x-forwarded-proto") => Self::ForwardedProto,

@@ -1,6 +1,6 @@
 //! The head of a request: read, checked, and written anew for an endpoint.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use super::fields::{Fields, Kind, Lines, Span, content_length, write_field};
 use super::{FIELDS_MAX, HEAD_MAX, METHOD_MAX, TARGET_MAX};
@@ -123,7 +123,11 @@ impl Head {
 
     /// The target in origin form: what of it follows the authority.
     pub fn origin_target(&self) -> &str {
-        authority_and_path(self.target()).map_or(self.target(), |(_, path)| if path.is_empty() { "/" } else { path })
+        match authority_and_path(self.target()) {
+            Some((_, "")) => "/",
+            Some((_, path)) => path,
+            None => self.target(),
+        }
     }
 
     /// The path, without the query.
@@ -191,12 +195,13 @@ impl Head {
         if let Some((authority, _)) = absolute {
             write_field(out, b"host", authority.as_bytes());
         } else if self.fields().of_kind(Kind::Host).next().is_none() {
-            write_field(out, b"host", forward.vip.as_bytes());
+            write_field(out, b"host", forward.vip.to_string().as_bytes());
         }
         self.fields().write_end_to_end(out, |kind| match kind {
             Kind::Host => absolute.is_some(),
             Kind::Expect => !forward.expect_continue,
             Kind::ForwardedFor => forward.client.is_some(),
+            Kind::AcceptEncoding => forward.read_here,
             _ => false,
         });
         if let Some(client) = forward.client {
@@ -230,11 +235,13 @@ pub(in crate::proxy) struct Forward {
     /// The client to name in the forwarding fields; `None` where the rule has them off.
     pub(in crate::proxy) client: Option<IpAddr>,
     /// The address that the client connected to: the `Host` of an HTTP/1.0 request that has none.
-    pub(in crate::proxy) vip: String,
+    pub(in crate::proxy) vip: SocketAddr,
     /// How the body goes on.
     pub(in crate::proxy) framing: Framing,
     /// The endpoint is to say whether it wants the body.
     pub(in crate::proxy) expect_continue: bool,
+    /// The answer is read here and so must not be compressed.
+    pub(in crate::proxy) read_here: bool,
 }
 
 /// Authority and the rest of a target in absolute form.
@@ -421,9 +428,10 @@ mod tests {
         let mut out = Vec::new();
         let forward = Forward {
             client: Some(Ipv4Addr::new(10, 0, 0, 9).into()),
-            vip: "10.9.9.9:8000".to_owned(),
+            vip: SocketAddr::from(([10, 9, 9, 9], 8000)),
             framing,
             expect_continue: false,
+            read_here: false,
         };
         whole(text).write_for_endpoint(&mut out, &forward);
         String::from_utf8(out).unwrap()
@@ -595,7 +603,7 @@ mod tests {
         ) {
             let mut text = format!("POST {path} HTTP/1.1\r\nHost: a\r\n");
             for (name, value) in names.iter().zip(&values) {
-                text.push_str(&format!("{name}: {value}\r\n"));
+                text = format!("{text}{name}: {value}\r\n");
             }
             text.push_str("\r\n");
             if let Ok(Some((head, _))) = parse(&text) {

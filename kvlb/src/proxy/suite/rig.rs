@@ -259,7 +259,8 @@ impl Rig {
         let fake = Arc::new(Fake::new(endpoints.to_vec()));
         let counts = Arc::new(Counts::default());
         let threads = config.threads;
-        let proxy = Proxy::start(config, Arc::new(FakePlane(Arc::clone(&fake))), Arc::clone(&counts) as Arc<dyn Meter>);
+        let meter: Arc<dyn Meter> = Arc::clone(&counts) as Arc<dyn Meter>;
+        let proxy = Proxy::start(config, &Arc::new(FakePlane(Arc::clone(&fake))), &meter);
         let proxy = proxy.unwrap();
         let sockets = bind(SocketAddr::from(([127, 0, 0, 1], 0)), threads).unwrap();
         let address = sockets[0].local_addr().unwrap();
@@ -402,6 +403,16 @@ pub(super) fn post(body: &[u8]) -> Vec<u8> {
     [head.as_bytes(), body].concat()
 }
 
+/// Bytes that tell where in a body they belong.
+pub(super) fn pattern(size: usize) -> Vec<u8> {
+    (0..size).map(|at| (at % 251).to_le_bytes()[0]).collect()
+}
+
+/// A letter for a number.
+pub(super) fn letter(number: usize) -> u8 {
+    b'a' + number.to_le_bytes()[0] % 26
+}
+
 /// A GET.
 pub(super) fn get(path: &str) -> Vec<u8> {
     format!("GET {path} HTTP/1.1\r\nHost: a\r\n\r\n").into_bytes()
@@ -474,7 +485,7 @@ impl Wire {
 
     /// More bytes into the buffer; false at the end of the connection.
     fn fill(&mut self) -> bool {
-        let mut bytes = [0; 65536];
+        let mut bytes = vec![0; 65_536];
         match self.stream.read(&mut bytes) {
             Ok(0) => false,
             Ok(count) => {
@@ -576,7 +587,7 @@ impl Wire {
     /// Whether the other side ends the connection within `limit`; what comes until then is dropped. Says how it ended.
     pub(super) fn ends_within(&mut self, limit: Duration) -> Option<Ended> {
         let give_up = clock::now() + limit;
-        let mut bytes = [0; 65536];
+        let mut bytes = vec![0; 65_536];
         loop {
             let left = give_up.saturating_duration_since(clock::now());
             if left.is_zero() {

@@ -227,8 +227,8 @@ fn start_proxy(config: &Config, state: &Arc<State>) -> Result<Proxy> {
         ..proxy::Config::default()
     };
     let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug));
-    let meter = Arc::new(ProxyMeter::new(Arc::clone(&state.metrics)));
-    Proxy::start(settings, desk, meter).context("start the data threads")
+    let meter: Arc<dyn proxy::Meter> = Arc::new(ProxyMeter::new(Arc::clone(&state.metrics)));
+    Proxy::start(settings, &desk, &meter).context("start the data threads")
 }
 
 /// Says what was started: on the terminal for people, in the log for machines, and as a metric.

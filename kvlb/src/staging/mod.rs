@@ -43,8 +43,9 @@ pub async fn keep_loaded(dir: PathBuf, state: Arc<State>) {
     loop {
         tokio::select! {
             wanted = state.tokenizers.next_wanted() => {
-                for slug in wanted {
-                    load(&dir, &slug, &state, &mut loaded).await;
+                // Several askers may have wanted the same model while it was being loaded.
+                for slug in wanted.iter().filter(|slug| state.tokenizers.status(slug.as_str()).is_none()) {
+                    load(&dir, slug, &state, &mut loaded).await;
                 }
             }
             _ = tick.tick() => {

@@ -101,7 +101,7 @@ pub enum LoadError {
 /// A model's tokenizer and chat templates.
 #[derive(Debug)]
 pub struct Tokenizer {
-    tokenizer: tokenizers::Tokenizer,
+    vocabulary: tokenizers::Tokenizer,
     special: SpecialTokens,
     templates: Vec<(String, Result<Template, Broken>)>,
     text_doubt: Option<Miss>,
@@ -155,7 +155,7 @@ impl Tokenizer {
             pipeline.doubt
         };
         Ok(Self {
-            tokenizer: pipeline.tokenizer,
+            vocabulary: pipeline.tokenizer,
             special: pipeline.special,
             templates: templates(files, config.as_ref()),
             text_doubt: pipeline.doubt,
@@ -268,7 +268,7 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str, special: bool) -> Result<Vec<TokenId>, Miss> {
-        let encoding = self.tokenizer.encode_fast(text, special).map_err(|_failed| Miss::Encode)?;
+        let encoding = self.vocabulary.encode_fast(text, special).map_err(|_failed| Miss::Encode)?;
         Ok(encoding.get_ids().iter().copied().map(TokenId).collect())
     }
 

@@ -33,8 +33,8 @@ pub(super) fn build(
     let (tokenizer, special, doubt) = match class {
         Class::File => (as_file(file, config)?, config.special_tokens(&[]), None),
         Class::Unknown => (as_file(file, config)?, config.special_tokens(&[]), Some(Miss::TokenizerClass)),
-        Class::Rebuilt(rebuilt) => as_class(file, config, rebuilt, false)?,
-        Class::PerhapsRebuilt(rebuilt) => as_class(file, config, rebuilt, true)?,
+        Class::Rebuilt(class) => as_class(file, config, class, false)?,
+        Class::PerhapsRebuilt(class) => as_class(file, config, class, true)?,
     };
     Ok(Pipeline { tokenizer, special, doubt })
 }

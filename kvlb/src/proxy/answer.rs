@@ -67,9 +67,6 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             let read = self.client.watch(Some(upload), leg.stream.read(bytes)).await;
             let (read, back) = read.map_err(|stop| self.stopped(stop, target.position))?;
             bytes = back;
-            if self.client.phase.get() == Phase::Body && upload.ended_at().is_some() {
-                self.client.phase.set(Phase::Wait);
-            }
             match read {
                 Ok(count) if count > 0 => self.arm_pause(),
                 _end_or_error if bytes.is_empty() && interims == 0 => return Ok(Heard::Silence),

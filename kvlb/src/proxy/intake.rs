@@ -6,7 +6,7 @@ use tokio::sync::oneshot;
 
 use super::alarm::Limit;
 use super::backplane::{Backplane, Haste, Payload, Request, Survey, Terms, Unseen};
-use super::buffer::{Chunk, LARGE, Lease, MEDIUM};
+use super::buffer::{Chunk, LARGE, Lease, MEDIUM, SMALL};
 use super::client::{Client, FRONT, Stop};
 use super::exchange::End;
 use super::http::{Chunked, Forward, Framing, HEAD_MAX, Head, HeadScan, size_line};
@@ -33,7 +33,7 @@ pub(super) enum Sending {
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
     /// The head of the next request, and what came behind it.
     pub(super) async fn read_head(&self) -> Result<(Head, Chunk), End> {
-        let mut chunk = self.carry.take().unwrap_or_else(|| Chunk::with_room(FRONT, MEDIUM - FRONT));
+        let mut chunk = self.carry.take().unwrap_or_else(|| Chunk::with_room(FRONT, SMALL - FRONT));
         let mut scan = HeadScan::default();
         self.alarm.set(Some((clock::now() + self.lane().config.client_head, Limit::Head)));
         loop {
@@ -103,7 +103,8 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     async fn read_chunked(&self, head: &Head, mut raw: Chunk, survey: &Survey) -> Result<Read, End> {
         let mut chunked = Chunked::default();
         let mut lease = self.lane().budget.lease();
-        let mut body = Chunk::with_room(FRONT + head.fields().bytes(), MEDIUM - FRONT);
+        let mut body =
+            Chunk::with_room(FRONT + head.fields().bytes(), MEDIUM - FRONT - head.fields().bytes().min(MEDIUM / 2));
         let mut told = false;
         loop {
             let (payload, used) = chunked.decode(raw.bytes_mut())?;

@@ -1,5 +1,6 @@
 //! The way of a request to its endpoint: whole from memory, or through as it comes.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -8,7 +9,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::alarm::{Alarm, Limit};
-use super::backplane::Backplane;
+use super::backplane::{Backplane, Phase};
 use super::buffer::{Chunk, LARGE, Lease, MEDIUM};
 use super::client::{Client, Stop};
 use super::http::{Chunked, FINAL_CHUNK, Framing, size_line};
@@ -44,14 +45,15 @@ pub(super) struct Upload<'a> {
     task: Option<Pin<&'a mut (dyn Future<Output = Uploaded> + 'a)>>,
     ended: Option<Uploaded>,
     ended_at: Option<Instant>,
-    /// The deadline to set when the upload ends: the answer's first byte is waited for from there on.
+    /// What begins when the upload ends: the wait for the answer's first byte.
     then: Option<Then<'a>>,
 }
 
-/// A deadline that begins when an upload ends.
+/// The wait that begins when an upload ends.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Then<'a> {
     pub(super) alarm: &'a Alarm,
+    pub(super) phase: &'a Cell<Phase>,
     pub(super) first_byte: Option<Duration>,
     pub(super) total: Option<Instant>,
 }
@@ -83,6 +85,7 @@ impl<'a> Upload<'a> {
         if let Some(then) = self.then.take() {
             let first_byte = then.first_byte.map(|limit| (now + limit, Limit::FirstByte));
             then.alarm.set(sooner(first_byte, then.total));
+            then.phase.set(Phase::Wait);
         }
     }
 

@@ -181,7 +181,12 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     pub(super) fn then(&self) -> Then<'a> {
-        Then { alarm: &self.client.alarm, first_byte: self.terms.limits.first_byte, total: self.total }
+        Then {
+            alarm: &self.client.alarm,
+            phase: &self.client.phase,
+            first_byte: self.terms.limits.first_byte,
+            total: self.total,
+        }
     }
 
     pub(super) fn died(&mut self, position: usize, error: Option<AnswerError>) -> Reply {

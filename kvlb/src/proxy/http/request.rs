@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use super::fields::{Fields, Kind, Lines, Span, content_length, write_field};
+use super::fields::{Fields, Kind, Lines, NAMED_MAX, Span, content_length, write_field};
 use super::{FIELDS_MAX, HEAD_MAX, METHOD_MAX, TARGET_MAX};
 
 /// How a request's body is delimited.
@@ -333,6 +333,9 @@ fn head(
     let lines = Lines::of(bytes, fields);
     let fields = lines.on(bytes);
     check_host(fields, http_1_0)?;
+    if fields.list(Kind::Connection).count() > NAMED_MAX {
+        return Err(Refusal::Syntax);
+    }
     check_upgrade(fields)?;
     let framing = framing(fields, http_1_0)?;
     let connection = |word: &[u8]| fields.list(Kind::Connection).any(|member| member.eq_ignore_ascii_case(word));

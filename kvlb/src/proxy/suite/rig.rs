@@ -35,7 +35,7 @@ pub(super) fn uring_is_here() -> bool {
 
 /// What the rest of kvlb says in a test.
 #[derive(Debug)]
-pub(super) struct Fake {
+pub(in crate::proxy) struct Fake {
     pub(super) endpoints: Mutex<Vec<SocketAddr>>,
     pub(super) inspect: Mutex<Option<usize>>,
     pub(super) limits: Mutex<Limits>,
@@ -85,7 +85,7 @@ impl Fake {
 
 /// Shared behind a newtype so that calls can hold on to it.
 #[derive(Debug)]
-pub(super) struct FakePlane(pub(super) Arc<Fake>);
+pub(in crate::proxy) struct FakePlane(pub(super) Arc<Fake>);
 
 impl Backplane for FakePlane {
     type Call = FakeCall;
@@ -129,14 +129,14 @@ impl Backplane for FakePlane {
 }
 
 #[derive(Debug)]
-pub(super) struct FakeCall {
+pub(in crate::proxy) struct FakeCall {
     fake: Arc<Fake>,
     only: Option<usize>,
 }
 
 /// Counts a request as in flight while it lives.
 #[derive(Debug)]
-pub(super) struct Guard(Arc<AtomicUsize>);
+pub(in crate::proxy) struct Guard(Arc<AtomicUsize>);
 
 impl Drop for Guard {
     fn drop(&mut self) {
@@ -348,10 +348,14 @@ impl Endpoint {
                 if ended.load(Ordering::SeqCst) {
                     return;
                 }
+                let Ok(stream) = stream else {
+                    std::thread::sleep(Duration::from_millis(5));
+                    continue;
+                };
                 let number = count.fetch_add(1, Ordering::SeqCst);
                 let (script, failed) = (Arc::clone(&script), Arc::clone(&failed));
                 std::thread::spawn(move || {
-                    let mut wire = Wire::new(stream.unwrap());
+                    let mut wire = Wire::new(stream);
                     let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| script(&mut wire, number)));
                     if let Err(panic) = run {
                         let text = panic.downcast_ref::<String>().cloned();

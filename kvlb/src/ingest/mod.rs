@@ -1,7 +1,7 @@
 //! One subscription per endpoint over ZeroMQ; reconnects for ever; applies events to `state`.
 //!
 //! [`follow`] is one endpoint's whole life: it dials, drains the event socket in a task that does nothing else, asks for
-//! replays, reads the engine's `/metrics`, and applies what [`stream`] puts in order. Nothing an engine sends ends it.
+//! replays, reads the engine's `/metrics`, and applies what `stream` puts in order. Nothing an engine sends ends it.
 
 mod guard;
 mod label;
@@ -131,7 +131,7 @@ impl Follower {
         let (connections, connection) = watch::channel(0);
         let (to, scrapes) = mpsc::channel(1);
         let reader = subscription.http.clone().map(|authority| Task::spawn(scrape(authority, connection, to)));
-        let stream = Stream::new(replay_port.is_some(), clock::now());
+        let stream = Stream::new(replay_port.is_some(), reader.is_some(), clock::now());
         Self {
             subscription,
             kv,

@@ -85,12 +85,7 @@ impl Stage {
         let output = Command::new(&self.binary).args(args).output().context("run the kvlb CLI")?;
         print!("{}", String::from_utf8_lossy(&output.stdout));
         let told = [Some(0), Some(CONTRACT_MISMATCH)].contains(&output.status.code());
-        ensure!(
-            told,
-            "kvlb {} failed: {}",
-            args.join(" "),
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
+        ensure!(told, "kvlb {} failed: {}", args.join(" "), String::from_utf8_lossy(&output.stderr).trim());
         Ok(())
     }
 

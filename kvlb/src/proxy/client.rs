@@ -278,9 +278,9 @@ mod tests {
     /// Unoptimised futures are the larger ones, so these bounds hold with room to spare in a release.
     #[test]
     fn a_connection_between_two_requests_is_small() {
-        let idle = size_of::<Client<'_, Uring, FakePlane>>() + size::<Uring, _>(|client| client.next_request());
+        let idle = size_of::<Client<'_, Uring, FakePlane>>() + size::<Uring, _>(Client::next_request);
         assert!(idle < 512, "{idle} bytes");
-        let busy = size::<Uring, _>(|client| client.exchange()).max(size::<Epoll, _>(|client| client.exchange()));
+        let busy = size::<Uring, _>(Client::exchange).max(size::<Epoll, _>(Client::exchange));
         assert!(busy < 6 << 10, "{busy} bytes");
     }
 }

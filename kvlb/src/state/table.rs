@@ -213,10 +213,10 @@ impl View for Service {
 }
 
 /// Whether a rule listens to the events of an endpoint with this role.
-pub(super) fn subscribes(rule: &Rule, role: Role) -> bool {
+pub(super) fn subscribes(rule: &Rule, part: Role) -> bool {
     match rule.kv.mode {
         ExactMode::Off => false,
-        ExactMode::PrefillDecode => role == Role::Prefill,
+        ExactMode::PrefillDecode => part == Role::Prefill,
         ExactMode::SinglePool => true,
     }
 }

@@ -111,9 +111,10 @@ fn name_blocks(
     }
     let found = own.or(asked).map_or(Err("not_staged"), |model| state.tokenizers.find(model));
     let tokenizer: Result<&Tokenizer, &'static str> = found.as_deref().map_err(|why| *why);
+    let max_model_len = service.max_model_len();
     let limits = tokenize::Limits {
-        max_tokens: state.config().max_tokens,
-        max_model_len: None,
+        max_tokens: max_model_len.unwrap_or(usize::MAX).min(state.config().max_tokens).max(1),
+        max_model_len,
         // Engines run in containers, and those in UTC.
         now: Some(tokenize::WallTime::from_seconds(clock::unix_seconds())),
     };

@@ -126,8 +126,7 @@ fn tokenizer_notes(state: &State, service: &Service) -> Vec<String> {
     }
     let mut models: BTreeSet<String> = service.rule().key.model.iter().cloned().collect();
     for endpoint in &service.endpoints {
-        let adapters = endpoint.meters.adapters();
-        models.extend(endpoint.meters.models().iter().filter(|model| !adapters.contains(model)).cloned());
+        models.extend(endpoint.meters.offer().models.iter().cloned());
     }
     models.iter().filter_map(|model| Some(format!("{model}: {}", trouble(&state.tokenizers.status(model)?)?))).collect()
 }

@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use crate::fleet::{EndpointKey, Monitor, Probe, ProbeKind};
-use crate::state::{Meters, State};
+use crate::state::{Meters, Offer, State};
 use crate::tokenize::ModelSlug;
 use streak::Streak;
 
@@ -142,21 +142,21 @@ async fn learn_facts(target: &Target, state: &State, http: &reqwest::Client) {
         if known {
             state.conditions_changed();
         }
-        if let Some((models, adapters)) = ask_models(target, http).await {
+        if let Some(offer) = ask_models(target, http).await {
             if target.tokenizes {
-                want_tokenizers(state, &models, &adapters);
+                want_tokenizers(state, &offer);
             }
-            target.meters.set_models(models, adapters);
+            target.meters.set_offer(offer);
         }
-        let unknown = target.meters.addresses().is_empty() || target.meters.models().is_empty();
+        let unknown = target.meters.addresses().is_empty() || target.meters.offer().models.is_empty();
         sleep(if unknown { CONFIRM_INTERVAL * 2 } else { FACTS_INTERVAL }).await;
     }
 }
 
 /// Has the tokenizers of an engine's models loaded before the first request asks for them. Adapters share their base
 /// model's.
-fn want_tokenizers(state: &State, models: &[String], adapters: &[String]) {
-    for model in models.iter().filter(|model| !adapters.contains(model)) {
+fn want_tokenizers(state: &State, offer: &Offer) {
+    for model in &offer.models {
         if state.tokenizers.status(model).is_none() {
             state.tokenizers.want(ModelSlug::from(model.as_str()));
         }
@@ -183,14 +183,16 @@ async fn resolve(target: &Target) -> bool {
     }
 }
 
-/// The models and adapters that an engine lists; `None` when it does not say.
+/// What an engine lists; `None` when it does not say.
 ///
 /// Source: vLLM lists an adapter as a model whose `parent` is its base model.
-async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<(Vec<String>, Vec<String>)> {
+async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<Offer> {
     let answer = http.get(format!("http://{}/v1/models", target.key)).timeout(PROBE_TIMEOUT).send().await.ok()?;
     let page: Models = serde_json::from_slice(&bounded_body(answer).await.ok()?).ok()?;
-    let adapters = page.data.iter().filter(|m| m.parent.is_some()).map(|m| m.id.clone()).collect();
-    Some((page.data.into_iter().map(|m| m.id).collect(), adapters))
+    let max_model_len = page.data.iter().filter_map(|model| model.max_model_len).min();
+    let (adapters, models): (Vec<_>, Vec<_>) = page.data.into_iter().partition(|model| model.parent.is_some());
+    let names = |listed: Vec<Model>| listed.into_iter().map(|model| model.id).collect();
+    Some(Offer { models: names(models), adapters: names(adapters), max_model_len })
 }
 
 #[derive(serde::Deserialize)]
@@ -202,6 +204,7 @@ struct Models {
 struct Model {
     id: String,
     parent: Option<String>,
+    max_model_len: Option<usize>,
 }
 
 async fn bounded_body(mut answer: reqwest::Response) -> Result<Vec<u8>, reqwest::Error> {

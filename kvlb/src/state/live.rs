@@ -26,8 +26,18 @@ pub struct Meters {
     requests: AtomicU64,
     bytes: AtomicU64,
     addresses: ArcSwap<Vec<SocketAddr>>,
-    adapters: ArcSwap<Vec<String>>,
-    models: ArcSwap<Vec<String>>,
+    offer: ArcSwap<Offer>,
+}
+
+/// What an engine says that it serves (`GET /v1/models`).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Offer {
+    /// Models, adapters not among them.
+    pub models: Vec<String>,
+    /// LoRA adapters of those models.
+    pub adapters: Vec<String>,
+    /// The longest prompt and answer together, in tokens; `None`: not said.
+    pub max_model_len: Option<usize>,
 }
 
 impl Meters {
@@ -43,8 +53,7 @@ impl Meters {
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             addresses: ArcSwap::default(),
-            adapters: ArcSwap::default(),
-            models: ArcSwap::default(),
+            offer: ArcSwap::default(),
         }
     }
 
@@ -125,20 +134,16 @@ impl Meters {
         }
     }
 
-    /// LoRA adapters that the engine lists.
-    pub fn adapters(&self) -> Arc<Vec<String>> {
-        self.adapters.load_full()
-    }
-
-    /// Models that the engine lists, adapters included.
-    pub fn models(&self) -> Arc<Vec<String>> {
-        self.models.load_full()
+    /// What the engine serves; empty before it was asked.
+    pub fn offer(&self) -> Arc<Offer> {
+        self.offer.load_full()
     }
 
     /// Learns what the engine serves.
-    pub fn set_models(&self, models: Vec<String>, adapters: Vec<String>) {
-        self.models.store(Arc::new(models));
-        self.adapters.store(Arc::new(adapters));
+    pub fn set_offer(&self, offer: Offer) {
+        if **self.offer.load() != offer {
+            self.offer.store(Arc::new(offer));
+        }
     }
 }
 

@@ -135,7 +135,12 @@ impl Service {
 
     /// Whether an engine of this rule lists `model` as an adapter.
     pub fn lists_adapter(&self, model: &str) -> bool {
-        self.endpoints.iter().any(|endpoint| endpoint.meters.adapters().iter().any(|adapter| adapter == model))
+        self.endpoints.iter().any(|endpoint| endpoint.meters.offer().adapters.iter().any(|adapter| adapter == model))
+    }
+
+    /// The longest prompt that every endpoint takes, in tokens, where one has said.
+    pub fn max_model_len(&self) -> Option<usize> {
+        self.endpoints.iter().filter_map(|endpoint| endpoint.meters.offer().max_model_len).min()
     }
 
     /// The way in which extra keys enter block names, as the endpoints' events show it.

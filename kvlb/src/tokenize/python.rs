@@ -11,7 +11,7 @@ use minijinja::{Environment, Error, ErrorKind, Output, State, Value, escape_form
 use minijinja_contrib::pycompat;
 
 use super::date::WallTime;
-use super::value::{Style, dumps, number};
+use super::value::{Style, dumps, number, repr, view};
 
 /// The variable through which [`WallTime`] reaches `strftime_now`. No template can name it.
 pub(super) const NOW: &str = " now";
@@ -145,7 +145,7 @@ fn range(first: i64, second: Option<i64>, step: Option<i64>) -> Result<Value, Er
         return Err(refused("a range this long"));
     }
     let items = std::iter::successors(Some(from), |item| item.checked_add(step));
-    Ok(items.take(usize::try_from(length).unwrap_or(0)).collect::<Vec<_>>().into())
+    Ok(view(items.take(usize::try_from(length).unwrap_or(0)).map(Value::from).collect()))
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "filters get their named arguments by value")]
@@ -214,7 +214,7 @@ fn string(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Number => number(value),
         ValueKind::Undefined | ValueKind::None | ValueKind::Bool | ValueKind::String => Ok(value.to_string()),
-        kind => Err(refused(&format!("a {kind} as text"))),
+        kind => repr(value).ok_or_else(|| refused(&format!("a {kind} as text"))),
     }
 }
 
@@ -294,8 +294,8 @@ fn last(value: &Value) -> Result<Value, Error> {
 
 fn items(value: &Value) -> Result<Value, Error> {
     match value.kind() {
-        ValueKind::Undefined => Ok(Vec::<Value>::new().into()),
-        ValueKind::Map => pairs(value).map(Value::from),
+        ValueKind::Undefined => Ok(view(Vec::new())),
+        ValueKind::Map => pairs(value).map(view),
         _ => Err(refused("the items of what is not a mapping")),
     }
 }
@@ -360,7 +360,7 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
         ValueKind::Map => match method {
             "items" => {
                 let () = from_args(args)?;
-                pairs(value).map(Value::from)
+                pairs(value).map(view)
             }
             "keys" | "values" | "get" => pycompat::unknown_method_callback(state, value, method, args),
             _ => Err(Error::from(ErrorKind::UnknownMethod)),

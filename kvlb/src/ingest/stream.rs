@@ -19,6 +19,9 @@ pub(crate) const EVENT_GAP_WINDOW: u64 = 64;
 const REPLAYS_AT_ONCE: u32 = 3;
 /// How soon another replay is allowed. An engine serves them between its steps, and each may be 10,000 batches.
 const REPLAY_INTERVAL: Duration = Duration::from_secs(5);
+/// How long after its first replay a silent connection is asked once more. A publisher does not say when it has noticed a
+/// subscriber, and what it sends between the replay's answer and that moment is lost without a trace.
+const SECOND_LOOK: Duration = Duration::from_millis(500);
 /// How long a replay socket that did not answer is left alone.
 const UNAVAILABLE_FOR: Duration = Duration::from_secs(30);
 /// How long batches wait for the engine to say when its process started, where nothing else tells its lives apart.
@@ -112,6 +115,10 @@ struct Connection {
     refused: bool,
     /// Whether the engine's process is another than before it, once it said so.
     other_process: Option<bool>,
+    /// Whether anything came on the live socket, which shows that the publisher knows of us.
+    heard: bool,
+    /// When to ask once more, while nothing came.
+    second_look: Option<Instant>,
 }
 
 /// The state of one endpoint's event stream.
@@ -169,7 +176,8 @@ impl Stream {
     pub(crate) const fn deadline(&self) -> Option<Instant> {
         match self.phase {
             Phase::Queued { until } | Phase::Identifying { until } => Some(until),
-            Phase::Live | Phase::Replaying { .. } => None,
+            Phase::Live => self.connection.second_look,
+            Phase::Replaying { .. } => None,
         }
     }
 
@@ -200,6 +208,7 @@ impl Stream {
 
     /// A message arrived on the live socket.
     pub(crate) fn live(&mut self, message: Message, now: Instant, out: &mut Vec<Action>) {
+        (self.connection.heard, self.connection.second_look) = (true, None);
         if self.phase == Phase::Live {
             self.accept(message, now, out);
         } else {
@@ -245,7 +254,10 @@ impl Stream {
             // The engine has not come as far as it had: it is another one.
             return self.replay_new_life(out);
         }
-        self.connection.unborn = self.connection.opening && self.cursor.last().is_none();
+        if self.connection.opening {
+            self.connection.unborn = self.cursor.last().is_none();
+            self.connection.second_look = (!self.connection.heard).then_some(now + SECOND_LOOK);
+        }
         self.go_on(now, out);
     }
 
@@ -266,7 +278,20 @@ impl Stream {
         match self.phase {
             Phase::Queued { until } if until <= now => self.queue(now, out),
             Phase::Identifying { until } if until <= now => self.go_on(now, out),
+            Phase::Live if self.connection.second_look.is_some_and(|at| at <= now) => self.look_again(now, out),
             _ => {}
+        }
+    }
+
+    /// Asks once more, unless that would take the last replay allowed from a gap.
+    fn look_again(&mut self, now: Instant, out: &mut Vec<Action>) {
+        if let Err(until) = self.allowance.spare(now) {
+            self.connection.second_look = Some(until);
+            return;
+        }
+        self.connection.second_look = None;
+        if self.can_replay(now) {
+            self.queue(now, out);
         }
     }
 
@@ -404,6 +429,21 @@ struct Allowance {
 impl Allowance {
     /// Takes one, or says when there will be one.
     fn take(&mut self, now: Instant) -> Result<(), Instant> {
+        self.grow(now);
+        if self.left == 0 {
+            return Err(self.since + REPLAY_INTERVAL);
+        }
+        self.left -= 1;
+        Ok(())
+    }
+
+    /// Whether more than one is left, else when to ask again.
+    fn spare(&mut self, now: Instant) -> Result<(), Instant> {
+        self.grow(now);
+        if self.left > 1 { Ok(()) } else { Err(self.since + REPLAY_INTERVAL) }
+    }
+
+    fn grow(&mut self, now: Instant) {
         while self.left < REPLAYS_AT_ONCE && now >= self.since + REPLAY_INTERVAL {
             self.left += 1;
             self.since += REPLAY_INTERVAL;
@@ -411,11 +451,6 @@ impl Allowance {
         if self.left == REPLAYS_AT_ONCE {
             self.since = now;
         }
-        if self.left == 0 {
-            return Err(self.since + REPLAY_INTERVAL);
-        }
-        self.left -= 1;
-        Ok(())
     }
 }
 

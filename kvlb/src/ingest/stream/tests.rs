@@ -99,6 +99,34 @@ fn a_warm_idle_engine_is_known_without_any_live_batch() {
 }
 
 #[test]
+fn a_silent_connection_is_asked_once_more() {
+    let mut run = Run::new(true);
+    run.connect(false).replay(0, 0..=2).later(SECOND_LOOK);
+    assert_eq!(run.asked, [0, 2]);
+    run.replay(0, 2..=4).later(SECOND_LOOK);
+    assert_eq!((run.asked.len(), run.seqs()), (2, vec![0, 1, 2, 3, 4]), "what came before the publisher knew of us");
+    let mut run = Run::new(true);
+    run.connect(false).replay(0, 0..=2).live(0, [3]).later(SECOND_LOOK);
+    assert_eq!(run.asked.len(), 1, "it is not silent");
+    let mut run = Run::new(true);
+    run.connect(false).live(0, [2]).replay(0, 0..=2).later(SECOND_LOOK);
+    assert_eq!(run.asked.len(), 1, "and was not");
+}
+
+#[test]
+fn a_second_look_leaves_a_replay_for_a_gap() {
+    let mut run = Run::new(true);
+    for _ in 0..REPLAYS_AT_ONCE - 1 {
+        run.stream.disconnected();
+        run.connect(false).replay(0, 0..=2);
+    }
+    run.later(SECOND_LOOK);
+    assert_eq!(run.asked.len(), REPLAYS_AT_ONCE as usize - 1);
+    run.later(REPLAY_INTERVAL);
+    assert_eq!(run.asked.len(), REPLAYS_AT_ONCE as usize);
+}
+
+#[test]
 fn a_gap_is_replayed_and_nothing_is_lost() {
     let mut run = Run::new(true);
     run.connect(false).replay(0, 0..=2).live(0, [3, 6, 7]);

@@ -21,7 +21,7 @@ const INTERIMS_MAX: u32 = 16;
 /// What came of waiting for an answer's head.
 pub(super) enum Heard {
     /// A head that is final, and its bytes with what came behind them.
-    Head(Box<AnswerHead>, Chunk),
+    Head(AnswerHead, Chunk),
     /// The connection ended before any byte.
     Silence,
     /// The connection ended in the head.
@@ -57,7 +57,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 Ok(Some(head)) => {
                     let waited = clock::now().saturating_duration_since(upload.ended_at().unwrap_or(self.began));
                     self.call.report(Event::Answered { position: target.position, status: head.status, waited });
-                    return Ok(Heard::Head(Box::new(head), bytes));
+                    return Ok(Heard::Head(head, bytes));
                 }
                 Ok(None) => {}
             }
@@ -113,10 +113,12 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.client.phase.set(Phase::Stream);
         let body = head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut front = Vec::with_capacity(head.length + 128);
+        let mut front = self.client.lane().scratch();
         head.write_for_client(bytes.bytes(), &mut front, &body, closing, &target.fields);
         let mut flow = Flow { body, excess: false, passed: 0 };
-        let first = flow.first(&head, bytes, &front).map_err(|error| self.died(target.position, Some(error)))?;
+        let first = flow.first(&head, bytes, &front);
+        self.client.lane().keep_scratch(front);
+        let first = first.map_err(|error| self.died(target.position, Some(error)))?;
         self.client.lane().meter.answered(head.status, None);
         let relayed = self.pass(&leg, first, &mut flow, upload.as_mut()).await;
         self.client.lane().meter.relayed(Direction::ToClient, flow.passed);

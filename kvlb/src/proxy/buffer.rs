@@ -211,7 +211,12 @@ impl Chunk {
             return;
         }
         let filled = self.start..self.end;
-        let mut larger = Self::with_room(self.start, filled.len() + more);
+        let mut wanted = filled.len() + more;
+        if wanted > CLASSES[CLASSES.len() - 1] {
+            // Beyond the classes growth must double, or a body that comes in pieces would be copied for each of them.
+            wanted = wanted.max(2 * self.block.len());
+        }
+        let mut larger = Self::with_room(self.start, wanted);
         larger.block[filled.clone()].copy_from_slice(&self.block[filled.clone()]);
         larger.end = filled.end;
         *self = larger;

@@ -19,7 +19,7 @@ pub(super) enum Read {
     /// All of it.
     Whole(Payload),
     /// It goes through as it comes.
-    Passing(Passing, Unseen),
+    Passing(Box<Passing>, Unseen),
 }
 
 /// What goes to an endpoint.
@@ -27,7 +27,7 @@ pub(super) enum Sending {
     /// Head and body, whole in memory.
     Whole(Parcel),
     /// The head, and a body that goes through as it comes.
-    Through(Vec<u8>, Passing),
+    Through(Vec<u8>, Box<Passing>),
 }
 
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
@@ -76,7 +76,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     async fn read_length(&self, head: &Head, body: Chunk, length: u64, survey: &Survey) -> Result<Read, End> {
         let pass = |payload: Chunk, why| {
             let rest = Rest::Length(length - payload.len() as u64);
-            Ok(Read::Passing(Passing { payload, raw: Chunk::none(), rest, limit: survey.body_limit }, why))
+            Ok(Read::Passing(Box::new(Passing { payload, rest, limit: survey.body_limit }), why))
         };
         let mut body = body;
         let Some(max) = survey.inspect else { return pass(body, Unseen::NotNeeded) };
@@ -122,10 +122,8 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             body.append(raw.bytes());
             if let Some(why) = why {
                 let rest = Rest::Chunked(chunked);
-                return Ok(Read::Passing(
-                    Passing { payload: body, raw: Chunk::none(), rest, limit: survey.body_limit },
-                    why,
-                ));
+                let passing = Passing { payload: body, rest, limit: survey.body_limit };
+                return Ok(Read::Passing(Box::new(passing), why));
             }
             if chunked.is_done() {
                 let trailers = chunked.trailers().to_vec();
@@ -209,10 +207,10 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     /// The request as endpoints get it.
-    pub(super) fn compose(&self, request: Arc<Request>, passing: Option<Passing>, terms: &Terms) -> Sending {
+    pub(super) fn compose(&self, request: Arc<Request>, passing: Option<Box<Passing>>, terms: &Terms) -> Sending {
         let write = |head: &Head, framing, expect_continue| {
             let forward = Forward { expect_continue, ..self.forward(terms, framing) };
-            let mut bytes = Vec::with_capacity(head.fields().bytes() + 128);
+            let mut bytes = self.lane().scratch();
             head.write_for_endpoint(&mut bytes, &forward);
             bytes
         };
@@ -239,6 +237,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             append_end(&mut body, &trailers);
         }
         body.prepend(&bytes);
+        self.lane().keep_scratch(bytes);
         Sending::Whole(Parcel { bytes: body, lease })
     }
 }

@@ -97,6 +97,7 @@ pub(super) struct Lane<B: Backend, P: Backplane> {
     pub(super) workers: Arc<Workers>,
     pub(super) budget: Arc<Budget>,
     pub(super) idle: RefCell<Idle<B::Stream>>,
+    scratch: Cell<Vec<u8>>,
     number: usize,
     posts: RefCell<Posts>,
     draining: Cell<bool>,
@@ -246,11 +247,24 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             workers,
             budget,
             idle: RefCell::new(Idle::new(bounds)),
+            scratch: Cell::default(),
             number,
             posts: RefCell::default(),
             draining: Cell::new(false),
             emptied: Notify::new(),
         }
+    }
+
+    /// Memory to write a head into, before it is put in front of its body.
+    pub(super) fn scratch(&self) -> Vec<u8> {
+        let mut scratch = self.scratch.take();
+        scratch.clear();
+        scratch
+    }
+
+    /// Takes that memory back.
+    pub(super) fn keep_scratch(&self, scratch: Vec<u8>) {
+        self.scratch.set(scratch);
     }
 
     /// Whether the thread is about to end: no connection is kept for another request.

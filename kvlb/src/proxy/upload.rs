@@ -79,10 +79,13 @@ impl<'a> Upload<'a> {
 
     fn end(&mut self, ended: Uploaded) {
         let now = clock::now();
+        let gone_out = matches!(ended, Uploaded::Sent(_) | Uploaded::Stuck(_));
         self.task = None;
         self.ended = Some(ended);
         self.ended_at = Some(now);
-        if let Some(then) = self.then.take() {
+        if let Some(then) = self.then.take()
+            && gone_out
+        {
             let first_byte = then.first_byte.map(|limit| (now + limit, Limit::FirstByte));
             then.alarm.set(sooner(first_byte, then.total));
             then.phase.set(Phase::Wait);
@@ -131,9 +134,8 @@ pub(super) fn sooner(due: Option<(Instant, Limit)>, total: Option<Instant>) -> O
 /// A body that goes through as it comes.
 #[derive(Debug)]
 pub(super) struct Passing {
-    /// What has come of it already: payload, and behind that, where it is chunked, raw bytes.
+    /// What has come of it already, without framing.
     pub(super) payload: Chunk,
-    pub(super) raw: Chunk,
     pub(super) rest: Rest,
     /// The longest wait for the next piece.
     pub(super) limit: Duration,
@@ -184,9 +186,9 @@ pub(super) async fn send_through<B: Backend, P: Backplane>(
     client: &Client<'_, B, P>,
     endpoint: Rc<B::Stream>,
     head: Vec<u8>,
-    passing: Passing,
+    passing: Box<Passing>,
 ) -> Uploaded {
-    let Passing { mut payload, raw, rest, limit } = passing;
+    let Passing { mut payload, rest, limit } = *passing;
     let pipe = Pipe { client, endpoint, limit };
     if matches!(rest, Rest::Chunked(_)) && !payload.is_empty() {
         frame(&mut payload);
@@ -194,7 +196,7 @@ pub(super) async fn send_through<B: Backend, P: Backplane>(
     payload.prepend(&head);
     let through = match rest {
         Rest::Length(left) => pipe.length(payload, left).await,
-        Rest::Chunked(chunked) => pipe.chunked(payload, chunked, raw).await,
+        Rest::Chunked(chunked) => pipe.chunked(payload, chunked).await,
     };
     match through {
         Ok(()) => Uploaded::Sent(None),
@@ -230,9 +232,10 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
     }
 
     /// The same payload in chunks of our own: nothing of the client's framing reaches the endpoint.
-    async fn chunked(&self, front: Chunk, mut chunked: Chunked, mut raw: Chunk) -> Result<(), Uploaded> {
+    async fn chunked(&self, front: Chunk, mut chunked: Chunked) -> Result<(), Uploaded> {
         self.write(front).await?;
-        loop {
+        while !chunked.is_done() {
+            let mut raw = self.read(SIZE_ROOM).await?;
             let (payload, used) = chunked.decode(raw.bytes_mut()).map_err(|_malformed| Uploaded::Malformed)?;
             self.client.carry_over(&raw.bytes()[used..]);
             raw.truncate(payload);
@@ -245,11 +248,8 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
             if !raw.is_empty() {
                 self.write(raw).await?;
             }
-            if chunked.is_done() {
-                return Ok(());
-            }
-            raw = self.read(SIZE_ROOM).await?;
         }
+        Ok(())
     }
 
     /// The next piece of the body. No buffer is held while the client is silent.

@@ -133,14 +133,14 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// A body that goes through as it comes cannot be sent twice.
-    async fn send_once(&mut self, head: Vec<u8>, passing: Passing) -> Result<After, End> {
+    async fn send_once(&mut self, head: Vec<u8>, passing: Box<Passing>) -> Result<After, End> {
         let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
         let send = pin!(send_through(self.client, Rc::clone(&leg.stream), head, passing));
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Body);
         self.arm(None, Limit::Total);
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => self.relay(Held { leg, target, head: *head, bytes }, Some(upload)).await,
+            Heard::Head(head, bytes) => self.relay(Held { leg, target, head, bytes }, Some(upload)).await,
             Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
             Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
         }
@@ -159,7 +159,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
             Heard::Head(head, bytes) => {
-                let waiting = Held { leg, target, head: *head, bytes };
+                let waiting = Held { leg, target, head, bytes };
                 if may_hold && waiting.head.is_busy() && upload.is_sent() {
                     if let Some(parcel) = upload.into_parcel().await {
                         return Ok(Try::Busy(Box::new(waiting), parcel));
@@ -209,7 +209,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     ) -> Result<Reached<B, P>, End> {
         self.client.phase.set(Phase::Connect);
         self.arm(None, Limit::Total);
-        let give_up = clock::now() + CONNECTING_MAX;
+        let began = clock::now();
         let mut failed = false;
         loop {
             let next = next.take().or_else(|| self.call.choose(tried));
@@ -217,7 +217,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             if failed {
                 self.client.lane().meter.retried(Retry::Connect);
             }
-            if reuse && let Some(leg) = self.client.lane().waiting_leg(&target.addresses, clock::now()) {
+            if reuse && let Some(leg) = self.client.lane().waiting_leg(&target.addresses, began) {
                 return Ok((leg, target));
             }
             let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
@@ -231,7 +231,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             self.call.report(Event::ConnectFailed { position: target.position, failure });
             tried.push(target.position);
             failed = true;
-            if clock::now() > give_up {
+            if clock::now() > began + CONNECTING_MAX {
                 return Err(nobody(failed).into());
             }
         }

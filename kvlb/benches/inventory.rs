@@ -111,7 +111,7 @@ fn inventory(criterion: &mut Criterion) {
         let (before, start) = (IN_USE.load(Ordering::Relaxed), cpu_time());
         let index = Index::new(IndexConfig::default());
         load.fill(&index);
-        let (bytes, stored_in) = (IN_USE.load(Ordering::Relaxed) - before, cpu_time() - start);
+        let (bytes, stored_in) = (IN_USE.load(Ordering::Relaxed) - before, cpu_time().saturating_sub(start));
         let mut distinct: Vec<_> = load.queries.concat();
         distinct.sort_unstable();
         distinct.dedup();

@@ -9,11 +9,14 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvlb::contract::events::{Attention, Event, Stored};
 use kvlb::contract::{BlockHash, BlockSize, Extra, HashAlgo, Hasher, KeyEra, NoneSeed, TokenId};
 use kvlb::state::index::{Index, IndexConfig, SlotId};
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike;
 
 /// Counts the bytes in use.
 struct Counting;
@@ -105,18 +108,19 @@ impl Load {
 
 fn inventory(criterion: &mut Criterion) {
     for (name, load) in [("chains", Load::chains(150)), ("fleet", Load::fleet())] {
-        let before = IN_USE.load(Ordering::Relaxed);
+        let (before, start) = (IN_USE.load(Ordering::Relaxed), cpu_time());
         let index = Index::new(IndexConfig::default());
         load.fill(&index);
-        let bytes = IN_USE.load(Ordering::Relaxed) - before;
+        let (bytes, stored_in) = (IN_USE.load(Ordering::Relaxed) - before, cpu_time().saturating_sub(start));
         let mut distinct: Vec<_> = load.queries.concat();
         distinct.sort_unstable();
         distinct.dedup();
         let memberships = load.memberships();
-        let (per_block, per_membership) = (bytes / distinct.len(), bytes / memberships);
         eprintln!(
-            "{name}: {memberships} memberships of {} blocks, {per_block} B a block, {per_membership} B a membership",
-            distinct.len()
+            "{name}: {memberships} memberships of {} blocks stored in {stored_in:?} of CPU time, {} B a block, {} B a membership",
+            distinct.len(),
+            bytes / distinct.len(),
+            bytes / memberships
         );
 
         let mut group = criterion.benchmark_group("store");
@@ -158,6 +162,13 @@ fn inventory(criterion: &mut Criterion) {
         let query = |round: usize| black_box(load.queries[round * 7919 % load.queries.len()].clone());
         percentiles(name, 200_000, query, |query| index.overlaps(query, &mut overlaps));
     }
+}
+
+/// What this thread has cost so far: on a busy machine the clock says little.
+fn cpu_time() -> Duration {
+    let usage = getrusage(UsageWho::RUSAGE_THREAD).unwrap();
+    let times = [usage.user_time(), usage.system_time()];
+    times.map(|time| Duration::from_micros(u64::try_from(time.num_microseconds()).unwrap())).into_iter().sum()
 }
 
 /// Criterion gives means; the targets are percentiles, and the fifth is nearest to an undisturbed machine.

@@ -401,7 +401,10 @@ async fn drain(
 
 /// Reads the engine's `/metrics` at once after each connection, and now and then.
 async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mpsc::Sender<(u64, Scrape)>) {
-    let client = reqwest::Client::new();
+    let client = match label::client() {
+        Ok(client) => client,
+        Err(error) => return tracing::warn!(%authority, %error, "engine metrics cannot be read"),
+    };
     loop {
         let number = *connection.borrow_and_update();
         if number > 0 {

@@ -115,10 +115,19 @@ struct Connection {
     refused: bool,
     /// Whether the engine's process is another than before it, once it said so.
     other_process: Option<bool>,
-    /// Whether anything came on the live socket, which shows that the publisher knows of us.
-    heard: bool,
-    /// When to ask once more, while nothing came.
-    second_look: Option<Instant>,
+    second_look: SecondLook,
+}
+
+/// Whether a connection's replay is to be asked for once more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum SecondLook {
+    /// Nothing came on the live socket so far.
+    #[default]
+    Undecided,
+    /// Nothing has come, so then.
+    At(Instant),
+    /// No: something came, which shows that the publisher knows of us, or it was done.
+    No,
 }
 
 /// The state of one endpoint's event stream.
@@ -176,7 +185,10 @@ impl Stream {
     pub(crate) const fn deadline(&self) -> Option<Instant> {
         match self.phase {
             Phase::Queued { until } | Phase::Identifying { until } => Some(until),
-            Phase::Live => self.connection.second_look,
+            Phase::Live => match self.connection.second_look {
+                SecondLook::At(then) => Some(then),
+                SecondLook::Undecided | SecondLook::No => None,
+            },
             Phase::Replaying { .. } => None,
         }
     }
@@ -208,7 +220,7 @@ impl Stream {
 
     /// A message arrived on the live socket.
     pub(crate) fn live(&mut self, message: Message, now: Instant, out: &mut Vec<Action>) {
-        (self.connection.heard, self.connection.second_look) = (true, None);
+        self.connection.second_look = SecondLook::No;
         if self.phase == Phase::Live {
             self.accept(message, now, out);
         } else {
@@ -256,7 +268,9 @@ impl Stream {
         }
         if self.connection.opening {
             self.connection.unborn = self.cursor.last().is_none();
-            self.connection.second_look = (!self.connection.heard).then_some(now + SECOND_LOOK);
+            if self.connection.second_look == SecondLook::Undecided {
+                self.connection.second_look = SecondLook::At(now + SECOND_LOOK);
+            }
         }
         self.go_on(now, out);
     }
@@ -278,18 +292,21 @@ impl Stream {
         match self.phase {
             Phase::Queued { until } if until <= now => self.queue(now, out),
             Phase::Identifying { until } if until <= now => self.go_on(now, out),
-            Phase::Live if self.connection.second_look.is_some_and(|at| at <= now) => self.look_again(now, out),
+            Phase::Live => self.look_again(now, out),
             _ => {}
         }
     }
 
-    /// Asks once more, unless that would take the last replay allowed from a gap.
+    /// Asks once more where it is time, unless that would take the last replay allowed from a gap.
     fn look_again(&mut self, now: Instant, out: &mut Vec<Action>) {
-        if let Err(until) = self.allowance.spare(now) {
-            self.connection.second_look = Some(until);
+        if !matches!(self.connection.second_look, SecondLook::At(then) if then <= now) {
             return;
         }
-        self.connection.second_look = None;
+        if let Err(until) = self.allowance.spare(now) {
+            self.connection.second_look = SecondLook::At(until);
+            return;
+        }
+        self.connection.second_look = SecondLook::No;
         if self.can_replay(now) {
             self.queue(now, out);
         }

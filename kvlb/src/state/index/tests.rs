@@ -343,6 +343,23 @@ fn the_engines_size_bounds_what_is_kept_and_the_operator_overrules_it() {
 }
 
 #[test]
+fn names_that_come_and_go_for_ever_take_no_room() {
+    let index = Index::new(IndexConfig { removed_max: 1000, ..IndexConfig::default() });
+    let slot = index.add_slot().unwrap();
+    for round in 0..3000 {
+        let names: Vec<_> = (round * 100..round * 100 + 100).collect();
+        index.apply(slot, &store(&names, FULL));
+        for &name in &names {
+            index.apply(slot, &remove(name, FULL));
+        }
+    }
+    let writer = index.writer.lock();
+    let cells = |map: &Map| map.view.tables.iter().map(table::Table::capacity).sum::<usize>();
+    assert!(cells(&writer.held) < 6000 && cells(&writer.removed) < 6000, "a thousand names are remembered");
+    assert_eq!(index.blocks(slot), 0);
+}
+
+#[test]
 fn slots_run_out_and_come_back() {
     let index = Index::new(IndexConfig::default());
     let slots: Vec<_> = std::iter::from_fn(|| index.add_slot()).collect();

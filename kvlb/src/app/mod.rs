@@ -8,6 +8,7 @@ mod meter;
 mod steer;
 mod watch;
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -183,6 +184,7 @@ fn state_config(config: &Config) -> state::Config {
         spill_relief: config.kv.relief.forced(),
         min_match_tokens: config.kv.min_match_tokens,
         max_blocks: config.kv.max_blocks,
+        index_seed: RandomState::new().hash_one(std::process::id()),
         ..state::Config::default()
     }
 }

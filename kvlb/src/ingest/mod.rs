@@ -13,7 +13,7 @@ use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -92,6 +92,12 @@ pub async fn follow(subscription: Subscription, kv: Arc<EndpointKv>, mut stop: w
         _ = stop.wait_for(|stop| *stop) => {}
     }
     kv.set_connected(false);
+}
+
+/// How long ago a batch was made, by the engine's clock and ours; zero where the two disagree about the order.
+fn lag(made: f64) -> Duration {
+    let now = clock::wall().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    Duration::try_from_secs_f64(now.as_secs_f64() - made).unwrap_or_default()
 }
 
 /// A task that ends with its owner.
@@ -291,7 +297,10 @@ impl Follower {
 
     fn apply(&self, message: &Message, now: Instant) {
         match events::decode(&message.batch) {
-            Ok(batch) => self.report(self.kv.apply(message.seq, &batch, now)),
+            Ok(batch) => {
+                self.kv.set_lag(lag(batch.ts));
+                self.report(self.kv.apply(message.seq, &batch, now));
+            }
             Err(error) => {
                 count(&self.kv.counters.undecodable);
                 tracing::debug!(endpoint = %self.subscription.label, seq = %message.seq, %error, "batch not read");

@@ -47,8 +47,10 @@ pub struct Config {
     /// `LOXILB_KV_MAX_BLOCKS`: names kept per endpoint and rank. `None`: four times what the engine has, at most 10
     /// million.
     pub max_blocks: Option<usize>,
-    /// At most this many tokens of a prompt are named: the document's models end below it.
+    /// At most this many tokens of a prompt are named: few models take more.
     pub max_tokens: usize,
+    /// Where block names fall in the index is nobody's business: a random number.
+    pub index_seed: u64,
 }
 
 impl Default for Config {
@@ -60,6 +62,7 @@ impl Default for Config {
             min_match_tokens: 16,
             max_blocks: None,
             max_tokens: 262_144,
+            index_seed: 0,
         }
     }
 }
@@ -207,7 +210,11 @@ impl State {
     }
 
     fn index_config(&self) -> index::IndexConfig {
-        index::IndexConfig { max_blocks: self.config.max_blocks, ..index::IndexConfig::default() }
+        index::IndexConfig {
+            max_blocks: self.config.max_blocks,
+            seed: self.config.index_seed,
+            ..index::IndexConfig::default()
+        }
     }
 }
 

@@ -29,6 +29,7 @@ fn forget(metrics: &Metrics) {
     metrics.contract.reset();
     metrics.degraded.reset();
     metrics.event_age_seconds.reset();
+    metrics.event_lag_seconds.reset();
     for family in
         [&metrics.subscriber_reconnects, &metrics.subscriber_recv_errors, &metrics.cap_evictions, &metrics.event_stream]
     {
@@ -51,6 +52,7 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
     metrics.blocks.with_label_values(&labels).set(i64::try_from(status.blocks).unwrap_or(i64::MAX));
     if let Some(age) = status.last_event_age {
         metrics.event_age_seconds.with_label_values(&labels).set(age.as_secs_f64());
+        metrics.event_lag_seconds.with_label_values(&labels).set(kv.lag().as_secs_f64());
     }
     show_contract(metrics, labels, &status.contract);
     let of_socket = [labels[0], place];

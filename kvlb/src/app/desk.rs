@@ -56,6 +56,18 @@ impl Desk {
             .map_err(|unserved| refuse(&unserved, model))
     }
 
+    /// The models of all rules as one list, where a client asks for it and several rules are meant. Engines have been
+    /// asked before, so the list has exactly what requests are routed by.
+    fn models(&self, request: &Request) -> Option<Reply> {
+        let head = &request.head;
+        if head.method() != "GET" || head.path() != "/v1/models" || head.fields().text("x-model").is_some() {
+            return None;
+        }
+        let lookup = Lookup { host: head.host(), path: head.path(), model: None };
+        let cards = self.state.table().models(request.arrival.vip, &lookup)?;
+        Some(Reply::json(serde_json::json!({"object": "list", "data": cards}).to_string().into_bytes()))
+    }
+
     /// Names the prompt's blocks for the rule that serves it.
     fn name(&self, service: &Service, prompt: Result<&Prompt, Miss>, watch: &mut StopWatch<'_>) -> Result<Named, Miss> {
         let named = name_blocks(&self.state, service, prompt, &mut |step| watch.lap(step));
@@ -165,6 +177,9 @@ impl Backplane for Desk {
     fn begin(&self, request: &Request) -> Result<Errand, Reply> {
         let mut watch = StopWatch::start(&self.steps);
         let asked = asked(request);
+        if let Some(list) = self.models(request) {
+            return Err(list);
+        }
         let prompt = Self::prompt(&asked, request.body());
         let model = match &prompt {
             Ok(prompt) => prompt.model.clone(),
@@ -184,16 +199,6 @@ impl Backplane for Desk {
             Haste::QueueFull => "queue_full",
         };
         Ok(self.call(request, service, Err(Miss::because(Reason::Tokenize, detail)), 1))
-    }
-
-    fn models(&self, request: &Request) -> Vec<Errand> {
-        let table = self.state.table();
-        let services: Vec<_> = table.at(request.arrival.vip).cloned().collect();
-        if services.len() < 2 {
-            return Vec::new();
-        }
-        let nothing = || Err(Miss::new(Reason::TextEmpty));
-        services.into_iter().map(|service| self.call(request, service, nothing(), 1)).collect()
     }
 }
 

@@ -31,7 +31,7 @@ pub trait Backplane: Send + Sync + 'static {
     /// Finds the request's rule and learns from the body what the choice needs.
     ///
     /// # Errors
-    /// The answer to a request that no rule serves.
+    /// The answer to a request that no rule serves, or that needs no endpoint.
     fn begin(&self, request: &Request) -> Result<Self::Call, Reply>;
 
     /// As [`Backplane::begin`], without looking at the prompt: there is no time for it.
@@ -39,12 +39,6 @@ pub trait Backplane: Send + Sync + 'static {
     /// # Errors
     /// The answer to a request that no rule serves.
     fn begin_hastily(&self, request: &Request, haste: Haste) -> Result<Self::Call, Reply>;
-
-    /// The calls whose answers make up the list of models: one for each rule of the VIP, where there are several. Empty:
-    /// the request is an ordinary one. Asked for `GET /v1/models` only.
-    fn models(&self, _request: &Request) -> Vec<Self::Call> {
-        Vec::new()
-    }
 }
 
 /// One request on its way, from its decision to its end.

@@ -19,7 +19,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-pub use live::{EndpointId, InFlight, Meters};
+pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::scrape;
 pub use table::{Endpoint, Service, Table, Unserved};

@@ -1,12 +1,15 @@
 //! The rules in force, made ready, with the moving parts of their endpoints.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use serde_json::{Value, json};
+
 use super::index::Index;
 use super::kv::EndpointKv;
-use super::live::Meters;
+use super::live::{ListedModel, Meters};
 use super::retry::RetryBudget;
 use crate::contract::KeyEra;
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
@@ -85,6 +88,19 @@ impl Table {
         })
     }
 
+    /// What `GET /v1/models` answers where several rules serve such requests: the models of all, each once. `None` where
+    /// one rule does, whose engines answer for themselves.
+    pub fn models(&self, vip: SocketAddr, lookup: &Lookup<'_>) -> Option<Vec<Value>> {
+        let meant = |service: &&Arc<Service>| router::rank(service.rule(), lookup, |_| false).is_some();
+        let services: Vec<_> = self.at(vip).filter(meant).collect();
+        if services.len() < 2 {
+            return None;
+        }
+        let mut seen = BTreeSet::new();
+        let all = services.into_iter().flat_map(|service| service.models());
+        Some(all.filter(|(id, _)| seen.insert(id.clone())).map(|(_, card)| card).collect())
+    }
+
     /// The service for a request that came to `vip`; of equals the oldest rule.
     ///
     /// # Errors
@@ -133,9 +149,29 @@ impl Service {
         self.choices.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Whether an engine of this rule lists `model` as an adapter.
+    /// Whether an engine of this rule lists `model` as an adapter of the rule's model.
     pub fn lists_adapter(&self, model: &str) -> bool {
-        self.endpoints.iter().any(|endpoint| endpoint.meters.adapters().iter().any(|adapter| adapter == model))
+        let is_it = |listed: &ListedModel| listed.parent.is_some() && listed.id == model && self.serves(listed);
+        self.endpoints.iter().any(|endpoint| endpoint.meters.models().iter().any(is_it))
+    }
+
+    /// Whether requests for a model that an engine lists come to this rule: its own, and adapters of it.
+    fn serves(&self, listed: &ListedModel) -> bool {
+        let own = self.rule().key.model.as_ref();
+        own.is_none_or(|own| listed.id == *own || listed.parent.as_ref() == Some(own))
+    }
+
+    /// The entries of the models that it serves, as its engines list them. A rule's own model is there even while none
+    /// does.
+    fn models(&self) -> Vec<(String, Value)> {
+        let listed = self.endpoints.iter().flat_map(|endpoint| endpoint.meters.models().to_vec());
+        let mut models: Vec<_> = listed.filter(|l| self.serves(l)).map(|l| (l.id, l.card)).collect();
+        if let Some(own) = &self.rule().key.model
+            && models.iter().all(|(id, _)| id != own)
+        {
+            models.insert(0, (own.clone(), json!({"id": own, "object": "model", "created": 0, "owned_by": "kvlb"})));
+        }
+        models
     }
 
     /// The way in which extra keys enter block names, as the endpoints' events show it.

@@ -51,7 +51,6 @@ pub(super) struct Fake {
     pub(super) bodies: Mutex<Vec<Result<Vec<u8>, &'static str>>>,
     pub(super) hasty: Mutex<Vec<Haste>>,
     pub(super) fields: Mutex<Vec<u8>>,
-    pub(super) rules_with_models: Mutex<Vec<usize>>,
 }
 
 impl Fake {
@@ -70,7 +69,6 @@ impl Fake {
             bodies: Mutex::default(),
             hasty: Mutex::default(),
             fields: Mutex::default(),
-            rules_with_models: Mutex::default(),
         }
     }
 
@@ -78,8 +76,8 @@ impl Fake {
         self.load.iter().map(|load| load.load(Ordering::SeqCst)).sum()
     }
 
-    fn call(self: &Arc<Self>, only: Option<usize>) -> FakeCall {
-        FakeCall { fake: Arc::clone(self), only }
+    fn call(self: &Arc<Self>) -> FakeCall {
+        FakeCall { fake: Arc::clone(self) }
     }
 }
 
@@ -115,23 +113,18 @@ impl Backplane for FakePlane {
             Body::Whole(body) => Ok(body.to_vec()),
             Body::Unseen(why) => Err(why.label()),
         });
-        Ok(self.0.call(None))
+        Ok(self.0.call())
     }
 
     fn begin_hastily(&self, _request: &Request, haste: Haste) -> Result<FakeCall, Reply> {
         self.0.hasty.lock().push(haste);
-        Ok(self.0.call(None))
-    }
-
-    fn models(&self, _request: &Request) -> Vec<FakeCall> {
-        self.0.rules_with_models.lock().iter().map(|endpoint| self.0.call(Some(*endpoint))).collect()
+        Ok(self.0.call())
     }
 }
 
 #[derive(Debug)]
 pub(super) struct FakeCall {
     fake: Arc<Fake>,
-    only: Option<usize>,
 }
 
 /// Counts a request as in flight while it lives.
@@ -157,8 +150,7 @@ impl Call for FakeCall {
 
     fn choose(&mut self, tried: &[usize]) -> Option<Target<Guard>> {
         let endpoints = self.fake.endpoints.lock();
-        let allowed = |position: &usize| !tried.contains(position) && self.only.is_none_or(|only| only == *position);
-        let position = (0..endpoints.len()).find(allowed)?;
+        let position = (0..endpoints.len()).find(|position| !tried.contains(position))?;
         let load = &self.fake.load[position];
         load.fetch_add(1, Ordering::SeqCst);
         Some(Target {

@@ -126,16 +126,13 @@ impl Stage {
     }
 
     /// How `kvlb up` is started inside: its API at [`API`], its files here, `LLB_KV_NONE_HASH_SEED` as the engines of
-    /// [`engine`] have it. `args` come on top.
+    /// [`engine`] have it, unless `args` say otherwise.
     pub fn config(&self, args: &[&str]) -> KvlbConfig {
         let (tokenizers, pins) = (self.tokenizers().display().to_string(), self.pins.display().to_string());
         let state = self.dir().join("state").display().to_string();
-        let own = ["--tokenizer-dir", &tokenizers, "--pin-dir", &pins, "--state-dir", &state];
-        let mut all = own.to_vec();
-        if !args.contains(&"--api") {
-            all.extend(["--api", API]);
-        }
-        all.extend(args);
+        let own = [("--tokenizer-dir", &*tokenizers), ("--pin-dir", &pins), ("--state-dir", &state), ("--api", API)];
+        let own = own.into_iter().filter(|(flag, _)| !args.contains(flag));
+        let all: Vec<_> = own.flat_map(|(flag, value)| [flag, value]).chain(args.iter().copied()).collect();
         KvlbConfig::with(&all).env("LLB_KV_NONE_HASH_SEED", "0").inside(&self.netns)
     }
 

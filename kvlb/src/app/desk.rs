@@ -188,13 +188,17 @@ impl Backplane for Desk {
     }
 
     fn models(&self, request: &Request) -> Vec<Errand> {
-        let table = self.state.table();
-        let services: Vec<_> = table.at(request.arrival.vip).cloned().collect();
+        let head = &request.head;
+        if head.fields().text("x-model").is_some() {
+            return Vec::new();
+        }
+        let lookup = Lookup { host: head.host(), path: head.path(), model: None };
+        let services = self.state.table().meant(request.arrival.vip, &lookup);
         if services.len() < 2 {
             return Vec::new();
         }
-        let nothing = || Err(Miss::new(Reason::TextEmpty));
-        services.into_iter().map(|service| self.call(request, service, nothing(), 1)).collect()
+        let unnamed = || Err(Miss::new(Reason::TextEmpty));
+        services.into_iter().map(|service| self.call(request, service, unnamed(), 1)).collect()
     }
 }
 

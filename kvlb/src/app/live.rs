@@ -126,7 +126,8 @@ fn tokenizer_notes(state: &State, service: &Service) -> Vec<String> {
     }
     let mut models: BTreeSet<String> = service.rule().key.model.iter().cloned().collect();
     for endpoint in &service.endpoints {
-        models.extend(endpoint.meters.offer().models.iter().cloned());
+        let listed = endpoint.meters.models();
+        models.extend(listed.iter().filter(|model| model.parent.is_none()).map(|model| model.id.clone()));
     }
     models.iter().filter_map(|model| Some(format!("{model}: {}", trouble(&state.tokenizers.status(model)?)?))).collect()
 }

@@ -39,6 +39,10 @@ const CONTROL_THREADS: usize = 2;
 /// Time that the control side gets to end once the data side has.
 const CONTROL_STOP: Duration = Duration::from_secs(2);
 
+/// A change of the rules is answered when its VIPs take connections, or after this: writing a thousand VIPs to the kernel
+/// takes milliseconds.
+const IN_FORCE: Duration = Duration::from_secs(2);
+
 /// Runs the daemon until it is told to stop.
 pub fn up(config: Config) -> ExitCode {
     if let Err(error) = init_logs(config.log_format, &config.log_level) {
@@ -144,6 +148,7 @@ impl Parts {
             _ = int.recv() => tracing::info!("SIGINT: draining"),
         }
         tasks.shutdown().await;
+        state.datapath_serves(None);
         drain(proxy, kernel, config.drain_timeout, (&mut term, &mut int)).await;
         drop(stop_api);
         if tokio::time::timeout(CONTROL_STOP, api).await.is_err() {
@@ -193,7 +198,12 @@ fn state_config(config: &Config) -> state::Config {
 fn open_store(config: &Config, state: &Arc<State>) -> Result<Arc<Store>> {
     let publish = {
         let state = Arc::clone(state);
-        move |rules: Vec<_>| state.publish(&rules)
+        move |rules: Vec<_>| {
+            state.publish(&rules);
+            if !state.wait_for_datapath(IN_FORCE) {
+                tracing::warn!("the datapath is late with a change of the rules");
+            }
+        }
     };
     let store = Store::open(config.state_dir.as_deref(), publish).context("load the rules")?;
     if !store.trouble().is_empty() {

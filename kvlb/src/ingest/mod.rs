@@ -44,6 +44,9 @@ const QUEUE_BYTES_MAX: usize = 128 << 20;
 const REPLAY_QUEUE: usize = 64;
 /// How often an engine's `/metrics` is read.
 const SCRAPE_INTERVAL: Duration = Duration::from_secs(30);
+/// How soon it is tried again: an engine publishes events before its HTTP server is up, and the first event must be explained
+/// within five seconds.
+const SCRAPE_AGAIN: Duration = Duration::from_secs(1);
 /// How long the last messages of a connection that has ended may take to come out of the socket.
 const LEFTOVERS: Duration = Duration::from_millis(50);
 
@@ -408,7 +411,7 @@ async fn drain(
     outcome.unwrap_or(Ok(())).map_err(ZmqError::from)
 }
 
-/// Reads the engine's `/metrics` at once after each connection, and now and then.
+/// Reads the engine's `/metrics` at once after each connection, soon again where that fails, and now and then.
 async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mpsc::Sender<(u64, Scrape)>) {
     let client = match label::client() {
         Ok(client) => client,
@@ -416,6 +419,7 @@ async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mps
     };
     loop {
         let number = *connection.borrow_and_update();
+        let mut next = SCRAPE_INTERVAL;
         if number > 0 {
             match label::scrape(&client, &authority).await {
                 Ok(scrape) => {
@@ -423,12 +427,15 @@ async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mps
                         return;
                     }
                 }
-                Err(error) => tracing::debug!(%authority, %error, "engine metrics not read"),
+                Err(error) => {
+                    tracing::debug!(%authority, %error, "engine metrics not read");
+                    next = SCRAPE_AGAIN;
+                }
             }
         }
         tokio::select! {
             changed = connection.changed() => if changed.is_err() { return },
-            () = sleep(SCRAPE_INTERVAL), if number > 0 => {}
+            () = sleep(next), if number > 0 => {}
         }
     }
 }

@@ -10,11 +10,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use crate::fleet::{EndpointKey, Monitor, Probe, ProbeKind};
-use crate::state::{Meters, Offer, State};
+use crate::state::{ListedModel, Meters, State};
 use crate::tokenize::ModelSlug;
 use streak::Streak;
 
@@ -142,23 +143,23 @@ async fn learn_facts(target: &Target, state: &State, http: &reqwest::Client) {
         if known {
             state.conditions_changed();
         }
-        if let Some(offer) = ask_models(target, http).await {
+        if let Some(models) = ask_models(target, http).await {
             if target.tokenizes {
-                want_tokenizers(state, &offer);
+                want_tokenizers(state, &models);
             }
-            target.meters.set_offer(offer);
+            target.meters.set_models(models);
         }
-        let unknown = target.meters.addresses().is_empty() || target.meters.offer().models.is_empty();
+        let unknown = target.meters.addresses().is_empty() || target.meters.models().is_empty();
         sleep(if unknown { CONFIRM_INTERVAL * 2 } else { FACTS_INTERVAL }).await;
     }
 }
 
 /// Has the tokenizers of an engine's models loaded before the first request asks for them. Adapters share their base
 /// model's.
-fn want_tokenizers(state: &State, offer: &Offer) {
-    for model in &offer.models {
-        if state.tokenizers.status(model).is_none() {
-            state.tokenizers.want(ModelSlug::from(model.as_str()));
+fn want_tokenizers(state: &State, models: &[ListedModel]) {
+    for model in models.iter().filter(|model| model.parent.is_none()) {
+        if state.tokenizers.status(&model.id).is_none() {
+            state.tokenizers.want(ModelSlug::from(model.id.as_str()));
         }
     }
 }
@@ -183,28 +184,22 @@ async fn resolve(target: &Target) -> bool {
     }
 }
 
-/// What an engine lists; `None` when it does not say.
-///
-/// Source: vLLM lists an adapter as a model whose `parent` is its base model.
-async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<Offer> {
+/// The models that an engine lists; `None` when it does not say.
+async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<Vec<ListedModel>> {
     let answer = http.get(format!("http://{}/v1/models", target.key)).timeout(PROBE_TIMEOUT).send().await.ok()?;
     let page: Models = serde_json::from_slice(&bounded_body(answer).await.ok()?).ok()?;
-    let max_model_len = page.data.iter().filter_map(|model| model.max_model_len).min();
-    let (adapters, models): (Vec<_>, Vec<_>) = page.data.into_iter().partition(|model| model.parent.is_some());
-    let names = |listed: Vec<Model>| listed.into_iter().map(|model| model.id).collect();
-    Some(Offer { models: names(models), adapters: names(adapters), max_model_len })
+    Some(page.data.into_iter().filter_map(listed).collect())
+}
+
+/// One entry of the list; `None` for what has no name.
+fn listed(card: Value) -> Option<ListedModel> {
+    let text = |name: &str| card[name].as_str().map(str::to_owned);
+    Some(ListedModel { id: text("id")?, parent: text("parent"), card })
 }
 
 #[derive(serde::Deserialize)]
 struct Models {
-    data: Vec<Model>,
-}
-
-#[derive(serde::Deserialize)]
-struct Model {
-    id: String,
-    parent: Option<String>,
-    max_model_len: Option<usize>,
+    data: Vec<Value>,
 }
 
 async fn bounded_body(mut answer: reqwest::Response) -> Result<Vec<u8>, reqwest::Error> {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
+use serde_json::Value;
 
 use crate::fleet::{Admin, Breaker, Condition, Probe};
 
@@ -12,6 +13,19 @@ use crate::fleet::{Admin, Breaker, Condition, Probe};
 /// removed endpoint's number is never given to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointId(pub u32);
+
+/// A model as an engine's `GET /v1/models` lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedModel {
+    /// The name that clients send.
+    pub id: String,
+    /// The base model, where this one is an adapter.
+    ///
+    /// Source: vLLM lists an adapter as a model whose `parent` is its base model.
+    pub parent: Option<String>,
+    /// The engine's whole entry.
+    pub card: Value,
+}
 
 /// An endpoint's moving parts, shared by every version of its rule that lists it.
 #[derive(Debug)]
@@ -26,18 +40,7 @@ pub struct Meters {
     requests: AtomicU64,
     bytes: AtomicU64,
     addresses: ArcSwap<Vec<SocketAddr>>,
-    offer: ArcSwap<Offer>,
-}
-
-/// What an engine says that it serves (`GET /v1/models`).
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Offer {
-    /// Models, adapters not among them.
-    pub models: Vec<String>,
-    /// LoRA adapters of those models.
-    pub adapters: Vec<String>,
-    /// The longest prompt and answer together, in tokens; `None`: not said.
-    pub max_model_len: Option<usize>,
+    models: ArcSwap<Vec<ListedModel>>,
 }
 
 impl Meters {
@@ -53,7 +56,7 @@ impl Meters {
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             addresses: ArcSwap::default(),
-            offer: ArcSwap::default(),
+            models: ArcSwap::default(),
         }
     }
 
@@ -134,16 +137,14 @@ impl Meters {
         }
     }
 
-    /// What the engine serves; empty before it was asked.
-    pub fn offer(&self) -> Arc<Offer> {
-        self.offer.load_full()
+    /// Models that the engine lists, adapters included.
+    pub fn models(&self) -> Arc<Vec<ListedModel>> {
+        self.models.load_full()
     }
 
     /// Learns what the engine serves.
-    pub fn set_offer(&self, offer: Offer) {
-        if **self.offer.load() != offer {
-            self.offer.store(Arc::new(offer));
-        }
+    pub fn set_models(&self, models: Vec<ListedModel>) {
+        self.models.store(Arc::new(models));
     }
 }
 

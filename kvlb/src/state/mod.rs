@@ -6,6 +6,7 @@
 pub mod index;
 pub mod kv;
 mod live;
+mod reach;
 mod retry;
 mod scrape;
 mod table;
@@ -14,12 +15,13 @@ mod tokenizers;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-pub use live::{EndpointId, InFlight, Meters, Offer};
+pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::scrape;
 pub use table::{Endpoint, Service, Table, Unserved};
@@ -32,6 +34,7 @@ use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
 use crate::router;
 use crate::telemetry::Metrics;
+use reach::Reach;
 
 /// What of the process's configuration the services are made with.
 #[derive(Clone, Debug)]
@@ -79,6 +82,7 @@ pub struct State {
     publishing: Mutex<()>,
     rules_changed: watch::Sender<u64>,
     conditions_changed: watch::Sender<u64>,
+    reach: Reach,
     next_endpoint: AtomicU32,
     degraded: Mutex<HashMap<&'static str, String>>,
 }
@@ -94,6 +98,7 @@ impl State {
             publishing: Mutex::new(()),
             rules_changed: watch::Sender::new(0),
             conditions_changed: watch::Sender::new(0),
+            reach: Reach::default(),
             next_endpoint: AtomicU32::new(0),
             degraded: Mutex::default(),
         }
@@ -119,6 +124,19 @@ impl State {
         drop(publishing);
         self.rules_changed.send_modify(|version| *version += 1);
         self.conditions_changed();
+    }
+
+    /// Says that the datapath takes requests by this version of the rules, as [`State::watch_rules`] numbers them; `None`
+    /// when it has ended.
+    pub fn datapath_serves(&self, version: Option<u64>) {
+        self.reach.serves(version);
+    }
+
+    /// Blocks until the datapath takes requests by the rules in force, for `limit` at most; not at all while there is no
+    /// datapath. Says whether it does.
+    pub fn wait_for_datapath(&self, limit: Duration) -> bool {
+        let version = *self.rules_changed.borrow();
+        self.reach.wait_for(version, limit)
     }
 
     /// Tells of every change of the rules.

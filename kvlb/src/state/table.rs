@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::index::Index;
 use super::kv::EndpointKv;
-use super::live::Meters;
+use super::live::{ListedModel, Meters};
 use super::retry::RetryBudget;
 use crate::contract::KeyEra;
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
@@ -85,6 +85,13 @@ impl Table {
         })
     }
 
+    /// The services that requests for no model in particular are meant for, by host and path.
+    pub fn meant(&self, vip: SocketAddr, lookup: &Lookup<'_>) -> Vec<Arc<Service>> {
+        let any_model = Lookup { model: None, ..*lookup };
+        let meant = |service: &&Arc<Service>| router::rank(service.rule(), &any_model, |_| false).is_some();
+        self.at(vip).filter(meant).cloned().collect()
+    }
+
     /// The service for a request that came to `vip`; of equals the oldest rule.
     ///
     /// # Errors
@@ -133,14 +140,22 @@ impl Service {
         self.choices.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Whether an engine of this rule lists `model` as an adapter.
+    /// Whether an engine of this rule lists `model` as an adapter of the rule's model.
     pub fn lists_adapter(&self, model: &str) -> bool {
-        self.endpoints.iter().any(|endpoint| endpoint.meters.offer().adapters.iter().any(|adapter| adapter == model))
+        let is_it = |listed: &ListedModel| listed.parent.is_some() && listed.id == model && self.serves(listed);
+        self.endpoints.iter().any(|endpoint| endpoint.meters.models().iter().any(is_it))
     }
 
     /// The longest prompt that every endpoint takes, in tokens, where one has said.
     pub fn max_model_len(&self) -> Option<usize> {
-        self.endpoints.iter().filter_map(|endpoint| endpoint.meters.offer().max_model_len).min()
+        let told = |listed: &ListedModel| usize::try_from(listed.card["max_model_len"].as_u64()?).ok();
+        self.endpoints.iter().filter_map(|endpoint| endpoint.meters.models().iter().filter_map(told).min()).min()
+    }
+
+    /// Whether requests for a model that an engine lists come to this rule: its own, and adapters of it.
+    fn serves(&self, listed: &ListedModel) -> bool {
+        let own = self.rule().key.model.as_ref();
+        own.is_none_or(|own| listed.id == *own || listed.parent.as_ref() == Some(own))
     }
 
     /// The way in which extra keys enter block names, as the endpoints' events show it.

@@ -16,6 +16,7 @@ use crate::kernel::Kernel;
 use crate::router::{self, Overlap, View as _};
 use crate::state::kv::EndpointKv;
 use crate::state::{self, Service, Staged, State};
+use crate::telemetry::Metrics;
 
 /// How blocks are named here: as the engine names them.
 const KEYING: &str = "parity";
@@ -36,11 +37,10 @@ impl LiveState {
     }
 
     /// Copies the kernel's counters into the metrics.
-    fn read_kernel(&self) {
+    fn read_kernel(&self, metrics: &Metrics) {
         let Some(kernel) = &self.kernel else { return };
         let stats = kernel.lock().stats();
         let Ok(stats) = stats else { return };
-        let metrics = &self.state.metrics;
         metrics.steered.reset();
         metrics.not_steered.reset();
         for (vip, counts) in stats {
@@ -106,9 +106,7 @@ impl Live for LiveState {
     }
 
     fn metrics(&self) -> String {
-        self.read_kernel();
-        state::scrape(&self.state);
-        self.state.metrics.render().unwrap_or_else(|error| {
+        state::page(&self.state, |metrics| self.read_kernel(metrics)).unwrap_or_else(|error| {
             tracing::error!(%error, "the metrics page could not be made");
             String::new()
         })

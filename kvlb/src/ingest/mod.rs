@@ -161,10 +161,11 @@ impl Follower {
         loop {
             let engine = self.dial(&mut pause).await;
             let start = clock::now();
-            if let Err(error) = self.converse(engine).await {
-                count(&self.kv.counters.recv_errors);
-                tracing::info!(endpoint = %self.subscription.label, %error, "event connection ended");
-            }
+            let end = self.converse(engine).await;
+            // The document's meaning: whatever makes the socket be rebuilt, the engine's own close as well.
+            count(&self.kv.counters.recv_errors);
+            let cause = end.err().map_or_else(|| "closed by the engine".to_owned(), |error| error.to_string());
+            tracing::info!(endpoint = %self.subscription.label, cause, "event connection ended");
             self.kv.set_connected(false);
             self.stream.disconnected();
             self.replay = None;

@@ -23,7 +23,7 @@ use tokio::sync::watch;
 
 pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
-pub use scrape::scrape;
+pub use scrape::page;
 pub use table::{Endpoint, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers};
 
@@ -85,6 +85,7 @@ pub struct State {
     reach: Reach,
     next_endpoint: AtomicU32,
     degraded: Mutex<HashMap<&'static str, String>>,
+    scraping: Mutex<()>,
 }
 
 impl State {
@@ -101,6 +102,7 @@ impl State {
             reach: Reach::default(),
             next_endpoint: AtomicU32::new(0),
             degraded: Mutex::default(),
+            scraping: Mutex::new(()),
         }
     }
 

@@ -42,7 +42,7 @@ mod tests {
         assert!(reach.wait_for(7, short) && !reach.wait_for(8, short));
         for next in [Some(9), None] {
             let waiting = Arc::clone(&reach);
-            let waiting = std::thread::spawn(move || waiting.wait_for(9, Duration::from_secs(60)));
+            let waiting = std::thread::spawn(move || waiting.wait_for(9, Duration::from_mins(1)));
             reach.serves(next);
             assert!(waiting.join().expect("no panic"));
             reach.serves(Some(7));

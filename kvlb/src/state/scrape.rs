@@ -1,18 +1,39 @@
 //! Gauges of live state, set when a metrics page is made: a series goes when its rule goes.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use prometheus::core::Collector as _;
+
 use super::kv::EndpointKv;
-use super::{Endpoint, Service, State};
+use super::{Endpoint, Service, State, Table};
 use crate::clock;
 use crate::contract::attest::Contract;
+use crate::router::Reason;
 use crate::telemetry::Metrics;
 
-/// Sets every gauge that shows what `state` holds now.
-pub fn scrape(state: &State) {
+/// The metrics page, with every gauge set to what `state` holds now; `more` sets those that show something else. One page
+/// is made at a time: what is read from live state is set anew for each, and two at once would count it twice.
+///
+/// # Errors
+/// When a family cannot be encoded.
+pub fn page(state: &State, more: impl FnOnce(&Metrics)) -> Result<String, prometheus::Error> {
+    let _one_at_a_time = state.scraping.lock();
+    set(state);
+    more(&state.metrics);
+    state.metrics.render()
+}
+
+fn set(state: &State) {
     let metrics = &state.metrics;
     forget(metrics);
-    for service in state.table().services() {
+    // A counter that is not there until it moves hides its first step from `increase()`.
+    for reason in Reason::ALL {
+        metrics.miss_reasons.with_label_values(&[reason.label()]);
+    }
+    let table = state.table();
+    forget_requests(metrics, &table);
+    for service in table.services() {
         for (position, endpoint) in service.endpoints.iter().enumerate() {
             show(metrics, service, position, endpoint);
         }
@@ -37,12 +58,30 @@ fn forget(metrics: &Metrics) {
     }
 }
 
+/// Requests are counted as they end, which may be after their rule went: its series go here.
+fn forget_requests(metrics: &Metrics, table: &Table) {
+    let in_force: BTreeSet<String> = table.services().iter().map(|service| service.rule().id.to_string()).collect();
+    for family in metrics.requests.collect() {
+        for series in family.get_metric() {
+            let label = |name: &str| {
+                series.get_label().iter().find(|label| label.name() == name).map_or("", |label| label.value())
+            };
+            let (service, class) = (label("service"), label("class"));
+            // Gone already is as good.
+            if !in_force.contains(service) && metrics.requests.remove_label_values(&[service, class]).is_err() {
+                tracing::debug!(service, class, "no such series");
+            }
+        }
+    }
+}
+
 fn show(metrics: &Metrics, service: &Service, position: usize, endpoint: &Endpoint) {
     let (rule, ep_idx) = (service.rule().id.to_string(), position.to_string());
     let labels = [rule.as_str(), ep_idx.as_str()];
     metrics.endpoint_load.with_label_values(&labels).set(endpoint.meters.load().into());
     metrics.endpoint_eligible.with_label_values(&labels).set(endpoint.condition().eligible().into());
     if let Some(kv) = &endpoint.kv {
+        metrics.hits.with_label_values(&[ep_idx.as_str()]);
         show_kv(metrics, labels, &endpoint.spec.key.to_string(), kv);
     }
 }

@@ -410,7 +410,11 @@ fn refuse(unserved: &Unserved, model: Option<&str>) -> Reply {
             let more = served.len().saturating_sub(MODELS_NAMED);
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             let asked = shortened(model.unwrap_or_default());
-            Reply::error(404, "model_not_found", &format!("no rule serves the model {asked:?}; served here: {named}{more}"))
+            Reply::error(
+                404,
+                "model_not_found",
+                &format!("no rule serves the model {asked:?}; served here: {named}{more}"),
+            )
         }
     }
 }

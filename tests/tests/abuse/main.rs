@@ -6,4 +6,5 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod bodies;
+mod heads;
 mod stage;

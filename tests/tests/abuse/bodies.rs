@@ -55,7 +55,11 @@ fn cases() -> Vec<Case> {
         case("swapped surrogates", CHAT, field(r#""messages": [{"role": "user", "content": "\udc00\ud800"}]"#)),
         case("invalid UTF-8", COMPLETIONS, [&b"{\"model\": \"tiny\", \"prompt\": \"\xff\xfe\xc0\x80\"}"[..]].concat()),
         case("overlong UTF-8", COMPLETIONS, [&b"{\"model\": \"tiny\", \"prompt\": \"\xe0\x80\xaf\"}"[..]].concat()),
-        case("UTF-16", COMPLETIONS, "{\"model\": \"tiny\"}".encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>()),
+        case(
+            "UTF-16",
+            COMPLETIONS,
+            "{\"model\": \"tiny\"}".encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>(),
+        ),
         case("byte order mark", COMPLETIONS, [&b"\xef\xbb\xbf"[..], prompt("a").as_bytes()].concat()),
         case("1e400", COMPLETIONS, field(r#""prompt": "a", "temperature": 1e400"#)),
         case("1e400 as max_tokens", COMPLETIONS, br#"{"model": "tiny", "prompt": "a", "max_tokens": 1e400}"#.to_vec()),
@@ -63,15 +67,38 @@ fn cases() -> Vec<Case> {
         case("n of 2^63", COMPLETIONS, field(r#""prompt": "a", "n": 9223372036854775808"#)),
         case("n negative", COMPLETIONS, field(r#""prompt": "a", "n": -1"#)),
         case("n of 4 billion", COMPLETIONS, field(r#""prompt": "a", "n": 4294967295"#)),
-        case("a number of 100,000 digits", COMPLETIONS, field(&format!(r#""prompt": "a", "seed": {}"#, "9".repeat(100_000)))),
-        case("100,000 deep in an unknown field", COMPLETIONS, field(&format!(r#""prompt": "a", "x": {}"#, deep(100_000)))),
+        case(
+            "a number of 100,000 digits",
+            COMPLETIONS,
+            field(&format!(r#""prompt": "a", "seed": {}"#, "9".repeat(100_000))),
+        ),
+        case(
+            "100,000 deep in an unknown field",
+            COMPLETIONS,
+            field(&format!(r#""prompt": "a", "x": {}"#, deep(100_000))),
+        ),
         case("100,000 deep as prompt", COMPLETIONS, field(&format!(r#""prompt": {}"#, deep(100_000)))),
         case("100,000 deep and unclosed", COMPLETIONS, "[".repeat(100_000)),
-        case("100,000 nested objects", CHAT, field(&format!(r#""messages": {}1{}"#, r#"{"a":"#.repeat(100_000), "}".repeat(100_000)))),
-        case("deep template arguments", CHAT, field(&format!(
-            r#""messages": [{{"role": "user", "content": "a"}}], "chat_template_kwargs": {{"x": {}}}"#, deep(50_000)))),
-        case("a loop as a request's template", CHAT, field(
-            r#""messages": [{"role": "user", "content": "a"}], "chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}""#)),
+        case(
+            "100,000 nested objects",
+            CHAT,
+            field(&format!(r#""messages": {}1{}"#, r#"{"a":"#.repeat(100_000), "}".repeat(100_000))),
+        ),
+        case(
+            "deep template arguments",
+            CHAT,
+            field(&format!(
+                r#""messages": [{{"role": "user", "content": "a"}}], "chat_template_kwargs": {{"x": {}}}"#,
+                deep(50_000)
+            )),
+        ),
+        case(
+            "a loop as a request's template",
+            CHAT,
+            field(
+                r#""messages": [{"role": "user", "content": "a"}], "chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}""#,
+            ),
+        ),
         case("empty object", COMPLETIONS, "{}"),
         case("list", COMPLETIONS, "[1]"),
         case("text", COMPLETIONS, "\"text\""),
@@ -88,18 +115,39 @@ fn cases() -> Vec<Case> {
         case("prompt empty list", COMPLETIONS, field(r#""prompt": []"#)),
         case("prompt list of an empty list", COMPLETIONS, field(r#""prompt": [[]]"#)),
         case("mixed prompt list", COMPLETIONS, field(r#""prompt": ["a", [1], 2, null]"#)),
-        case("token ids out of range", COMPLETIONS, field(r#""prompt": [4294967295, 4294967296, 18446744073709551616]"#)),
+        case(
+            "token ids out of range",
+            COMPLETIONS,
+            field(r#""prompt": [4294967295, 4294967296, 18446744073709551616]"#),
+        ),
         case("token ids of no token", COMPLETIONS, field(r#""prompt": [4000000000, 4000000000]"#)),
         case("negative token ids", COMPLETIONS, field(r#""prompt": [-1, 1]"#)),
         case("float token ids", COMPLETIONS, field(r#""prompt": [1.5, 2.0, 1e400]"#)),
-        case("truncation to minus a million", COMPLETIONS, field(r#""prompt": "a b c", "truncate_prompt_tokens": -1000000"#)),
-        case("truncation to 2^63", COMPLETIONS, field(r#""prompt": "a b c", "truncate_prompt_tokens": 9223372036854775808"#)),
-        case("truncation to 1", COMPLETIONS, field(r#""prompt": "a b c", "truncate_prompt_tokens": 1, "truncation_side": "left""#)),
+        case(
+            "truncation to minus a million",
+            COMPLETIONS,
+            field(r#""prompt": "a b c", "truncate_prompt_tokens": -1000000"#),
+        ),
+        case(
+            "truncation to 2^63",
+            COMPLETIONS,
+            field(r#""prompt": "a b c", "truncate_prompt_tokens": 9223372036854775808"#),
+        ),
+        case(
+            "truncation to 1",
+            COMPLETIONS,
+            field(r#""prompt": "a b c", "truncate_prompt_tokens": 1, "truncation_side": "left""#),
+        ),
         case("messages of odd shapes", CHAT, field(r#""messages": [7, null, [], {"role": 1}, {"content": {}}]"#)),
         case("messages empty", CHAT, field(r#""messages": []"#)),
         case("message without content", CHAT, field(r#""messages": [{"role": "user"}]"#)),
-        case("tool without parameters", CHAT, field(
-            r#""messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}]"#)),
+        case(
+            "tool without parameters",
+            CHAT,
+            field(
+                r#""messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}]"#,
+            ),
+        ),
         case("control characters in text", COMPLETIONS, field(r#""prompt": "\u0000\u0001\u001b[2J\u202e""#)),
         case("raw control characters", COMPLETIONS, field("\"prompt\": \"\u{1}\u{1b}[2J\"")),
         case("model with dots and slashes", COMPLETIONS, br#"{"model": "../../etc/passwd", "prompt": "a"}"#.to_vec()),
@@ -111,15 +159,25 @@ fn cases() -> Vec<Case> {
         with(case("X-Model of 8 KB", COMPLETIONS, prompt("a")), "X-Model", &"x".repeat(8000)),
         with(case("X-Model with marks", COMPLETIONS, prompt("a")), "X-Model", "{}\"'%00%n\\;é"),
         with(case("X-Model empty", COMPLETIONS, prompt("a")), "X-Model", "  "),
-        case("1000 prompts", COMPLETIONS, json!({"model": MODEL, "max_tokens": 1,
-            "prompt": (0..1000).map(|n| format!("prompt {n}")).collect::<Vec<_>>()}).to_string()),
+        case(
+            "1000 prompts",
+            COMPLETIONS,
+            json!({"model": MODEL, "max_tokens": 1,
+            "prompt": (0..1000).map(|n| format!("prompt {n}")).collect::<Vec<_>>()})
+            .to_string(),
+        ),
         case("1 million characters", COMPLETIONS, prompt(&"word ".repeat(200_000))),
         case("1 million characters of one word", COMPLETIONS, prompt(&"a".repeat(1_000_000))),
         case("1 million spaces", COMPLETIONS, prompt(&" ".repeat(1_000_000))),
         case("1 million of e with accent", COMPLETIONS, prompt(&"é".repeat(500_000))),
         case("100,000 token ids", COMPLETIONS, json!({"model": MODEL, "prompt": vec![1; 100_000]}).to_string()),
-        case("10,000 messages", CHAT, json!({"model": MODEL, "max_tokens": 1,
-            "messages": vec![json!({"role": "user", "content": "hi"}); 10_000]}).to_string()),
+        case(
+            "10,000 messages",
+            CHAT,
+            json!({"model": MODEL, "max_tokens": 1,
+            "messages": vec![json!({"role": "user", "content": "hi"}); 10_000]})
+            .to_string(),
+        ),
         case("10 MB", COMPLETIONS, padded(10 << 20)),
         case("messages elsewhere", "/v1/messages", field(r#""messages": [{"role": "user", "content": "a"}]"#)),
         case("responses", "/v1/responses", field(r#""input": "a""#)),
@@ -196,7 +254,8 @@ async fn a_body_beyond_what_is_read_streams_through_and_says_so() {
     let stage = Stage::set(1, json!({"maxInspectBytes": 1 << 20})).await;
     for (name, bytes) in [("just read", (1 << 20) - 100), ("just not", 1 << 20), ("40 MB", 40 << 20)] {
         let body = padded(bytes);
-        let answer = exchange(stage.vip(), &post(COMPLETIONS, &[("X-Request-Id", name)], body.as_bytes())).await.unwrap();
+        let answer =
+            exchange(stage.vip(), &post(COMPLETIONS, &[("X-Request-Id", name)], body.as_bytes())).await.unwrap();
         assert_passed(&stage, name, name, body.as_bytes(), &answer);
         let reason = answer.head.header("x-kvlb-reason").unwrap_or_default().to_owned();
         assert_eq!(reason.contains("too_large"), name != "just read", "{name}: {reason}");
@@ -209,7 +268,8 @@ async fn where_models_decide_a_model_that_nobody_serves_gets_a_short_404() {
     let stage = Stage::set(1, json!({"model_name": MODEL})).await;
     let megabytes = json!({"model": "\u{1}".repeat(2_000_000), "prompt": "a"}).to_string();
     let long = json!({"model": "m".repeat(1_000_000), "prompt": "a"}).to_string();
-    for body in [megabytes.as_str(), &long, r#"{"model": "../..", "prompt": "a"}"#, r#"{"model": "a\u0000\u001b[2J"}"#] {
+    for body in [megabytes.as_str(), &long, r#"{"model": "../..", "prompt": "a"}"#, r#"{"model": "a\u0000\u001b[2J"}"#]
+    {
         let answer = exchange(stage.vip(), &post(COMPLETIONS, &[], body.as_bytes())).await.unwrap();
         assert_eq!((answer.head.status, answer.head.header("x-kvlb-error")), (404, Some("model_not_found")));
         let text = answer.body.text();

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvlb_tests::harness::http::{Client, End};
 use kvlb_tests::harness::eventually;
+use kvlb_tests::harness::http::{Client, End};
 use serde_json::json;
 use tokio::time::timeout;
 
@@ -54,7 +54,11 @@ fn cases() -> Vec<(&'static str, Vec<u8>, Fate)> {
         // Framing.
         ("one-byte chunks", chunked(&chunks(1, "", "")), Passed(BODY.len())),
         ("chunk extensions", chunked(&chunks(7, ";a=b; c=\"d;e\" ", "")), Passed(BODY.len())),
-        ("chunk sizes with zeros", chunked(&format!("000000000{:X}\r\n{BODY}\r\n0\r\n\r\n", BODY.len())), Passed(BODY.len())),
+        (
+            "chunk sizes with zeros",
+            chunked(&format!("000000000{:X}\r\n{BODY}\r\n0\r\n\r\n", BODY.len())),
+            Passed(BODY.len()),
+        ),
         ("trailers", chunked(&chunks(9, "", "X-Sum: 1\r\nX-Empty:\r\n")), Passed(BODY.len())),
         ("a trailer that frames", chunked(&chunks(9, "", "Content-Length: 5\r\n")), Refused(400, "bad_framing")),
         ("a trailer that folds", chunked(&chunks(9, "", "X: 1\r\n 2\r\n")), Refused(400, "bad_framing")),
@@ -63,10 +67,26 @@ fn cases() -> Vec<(&'static str, Vec<u8>, Fate)> {
         ("a chunk size of 2^64", chunked("10000000000000000\r\n"), Refused(400, "bad_framing")),
         ("a chunk longer than it says", chunked("1\r\nab\r\n0\r\n\r\n"), Refused(400, "bad_framing")),
         ("chunk lines in bare LF", chunked("5\nhello\n0\n\n"), Refused(400, "bad_framing")),
-        ("20 KB of chunk extension", chunked(&format!("5;{}\r\nhello\r\n0\r\n\r\n", "a".repeat(20_000))), Refused(400, "bad_framing")),
-        ("length and chunks", completions(&format!("{whole}Transfer-Encoding: chunked\r\n"), &chunks(9, "", "")), Refused(400, "bad_framing")),
-        ("chunks and length", completions(&format!("Transfer-Encoding: chunked\r\n{whole}"), &chunks(9, "", "")), Refused(400, "bad_framing")),
-        ("two lengths", completions("Content-Length: 5\r\nContent-Length: 6\r\n", "hello!"), Refused(400, "bad_framing")),
+        (
+            "20 KB of chunk extension",
+            chunked(&format!("5;{}\r\nhello\r\n0\r\n\r\n", "a".repeat(20_000))),
+            Refused(400, "bad_framing"),
+        ),
+        (
+            "length and chunks",
+            completions(&format!("{whole}Transfer-Encoding: chunked\r\n"), &chunks(9, "", "")),
+            Refused(400, "bad_framing"),
+        ),
+        (
+            "chunks and length",
+            completions(&format!("Transfer-Encoding: chunked\r\n{whole}"), &chunks(9, "", "")),
+            Refused(400, "bad_framing"),
+        ),
+        (
+            "two lengths",
+            completions("Content-Length: 5\r\nContent-Length: 6\r\n", "hello!"),
+            Refused(400, "bad_framing"),
+        ),
         ("a list of lengths", completions("Content-Length: 5, 6\r\n", "hello!"), Refused(400, "bad_framing")),
         ("one length twice", completions(&format!("{whole}{whole}"), BODY), Passed(BODY.len())),
         ("a negative length", completions("Content-Length: -5\r\n", ""), Refused(400, "bad_framing")),
@@ -74,59 +94,134 @@ fn cases() -> Vec<(&'static str, Vec<u8>, Fate)> {
         ("a length in hex", completions("Content-Length: 0x5\r\n", "hello"), Refused(400, "bad_framing")),
         ("a length of 2^64", completions("Content-Length: 18446744073709551616\r\n", ""), Refused(400, "bad_framing")),
         ("an empty length", completions("Content-Length:\r\n", ""), Refused(400, "bad_framing")),
-        ("gzip, then chunked", completions("Transfer-Encoding: gzip, chunked\r\n", "0\r\n\r\n"), Refused(501, "transfer_coding_not_supported")),
-        ("chunked twice", completions("Transfer-Encoding: chunked, chunked\r\n", "0\r\n\r\n"), Refused(400, "bad_framing")),
+        (
+            "gzip, then chunked",
+            completions("Transfer-Encoding: gzip, chunked\r\n", "0\r\n\r\n"),
+            Refused(501, "transfer_coding_not_supported"),
+        ),
+        (
+            "chunked twice",
+            completions("Transfer-Encoding: chunked, chunked\r\n", "0\r\n\r\n"),
+            Refused(400, "bad_framing"),
+        ),
         ("identity", completions("Transfer-Encoding: identity\r\n", ""), Refused(400, "bad_framing")),
         ("xchunked", completions("Transfer-Encoding: xchunked\r\n", ""), Refused(400, "bad_framing")),
-        ("chunked with a vertical tab", completions("Transfer-Encoding: \x0bchunked\r\n", ""), Refused(400, "bad_request")),
-        ("chunked in another case", completions("transfer-ENCODING: ChUnKeD\r\n", &chunks(9, "", "")), Passed(BODY.len())),
+        (
+            "chunked with a vertical tab",
+            completions("Transfer-Encoding: \x0bchunked\r\n", ""),
+            Refused(400, "bad_request"),
+        ),
+        (
+            "chunked in another case",
+            completions("transfer-ENCODING: ChUnKeD\r\n", &chunks(9, "", "")),
+            Passed(BODY.len()),
+        ),
         ("a space before the colon", completions("Content-Length : 5\r\n", "hello"), Refused(400, "bad_request")),
         ("a folded field", completions("X-Fold: a\r\n b\r\nContent-Length: 0\r\n", ""), Refused(400, "bad_request")),
         ("a folded length", completions("Content-Length: 1\r\n 0\r\n", "0123456789"), Refused(400, "bad_request")),
-        ("chunked in HTTP/1.0", [b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec(), chunks(9, "", "").into_bytes()].concat(), Refused(400, "bad_framing")),
+        (
+            "chunked in HTTP/1.0",
+            [
+                b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec(),
+                chunks(9, "", "").into_bytes(),
+            ]
+            .concat(),
+            Refused(400, "bad_framing"),
+        ),
         ("an empty body", completions("Content-Length: 0\r\n", ""), Passed(0)),
         ("no body at all", completions("", ""), Passed(0)),
         // Request lines.
         ("absolute form", get("GET http://other.test/v1/models HTTP/1.1", ""), Passed(0)),
-        ("absolute form with a user", get("GET http://me@other.test/v1/models HTTP/1.1", ""), Refused(400, "bad_request")),
+        (
+            "absolute form with a user",
+            get("GET http://me@other.test/v1/models HTTP/1.1", ""),
+            Refused(400, "bad_request"),
+        ),
         ("absolute form without a host", get("GET http:///v1/models HTTP/1.1", ""), Refused(400, "bad_request")),
         ("a relative target", get("GET v1/models HTTP/1.1", ""), Refused(400, "bad_request")),
         ("an asterisk", get("OPTIONS * HTTP/1.1", ""), Passed(0)),
         ("an asterisk for GET", get("GET * HTTP/1.1", ""), Refused(400, "bad_request")),
         ("a fragment", get("GET /v1/models#x HTTP/1.1", ""), Passed(0)),
-        ("CONNECT", b"CONNECT other.test:443 HTTP/1.1\r\nHost: other.test\r\n\r\n".to_vec(), Refused(501, "connect_not_supported")),
+        (
+            "CONNECT",
+            b"CONNECT other.test:443 HTTP/1.1\r\nHost: other.test\r\n\r\n".to_vec(),
+            Refused(501, "connect_not_supported"),
+        ),
         ("TRACE", get("TRACE /v1/models HTTP/1.1", ""), Passed(0)),
         ("a made-up method", get("B!R#E$W /v1/models HTTP/1.1", ""), Passed(0)),
         ("a method of no token", get("GE(T /v1/models HTTP/1.1", ""), Refused(400, "bad_request")),
-        ("a method of 1 KB", get(&format!("{} / HTTP/1.1", "M".repeat(1000)), ""), Refused(501, "method_not_supported")),
+        (
+            "a method of 1 KB",
+            get(&format!("{} / HTTP/1.1", "M".repeat(1000)), ""),
+            Refused(501, "method_not_supported"),
+        ),
         ("an empty line first", [b"\r\n".to_vec(), get("GET /v1/models HTTP/1.1", "")].concat(), Passed(0)),
         ("HTTP/1.0 without Host", b"GET /v1/models HTTP/1.0\r\n\r\n".to_vec(), Passed(0)),
         ("HTTP/1.1 without Host", b"GET /v1/models HTTP/1.1\r\n\r\n".to_vec(), Refused(400, "bad_request")),
         ("two Hosts", get("GET /v1/models HTTP/1.1", "Host: other.test\r\n"), Refused(400, "bad_request")),
         ("a Host of two names", b"GET /v1/models HTTP/1.1\r\nHost: a, b\r\n\r\n".to_vec(), Refused(400, "bad_request")),
         ("HTTP/1.2", get("GET /v1/models HTTP/1.2", ""), Refused(505, "http_version_not_supported")),
-        ("HTTP/2 by prior knowledge", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0".to_vec(), Refused(505, "http_version_not_supported")),
-        ("TLS", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(), vec![0x55; 500]].concat(), Refused(400, "bad_request")),
+        (
+            "HTTP/2 by prior knowledge",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0".to_vec(),
+            Refused(505, "http_version_not_supported"),
+        ),
+        (
+            "TLS",
+            [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(), vec![0x55; 500]].concat(),
+            Refused(400, "bad_request"),
+        ),
         ("SSH", b"SSH-2.0-OpenSSH_9.2\r\n\r\n".to_vec(), Refused(400, "bad_request")),
         ("a Redis command", b"*1\r\n$4\r\nPING\r\n".to_vec(), Refused(400, "bad_request")),
         ("NUL bytes", vec![0; 200], Refused(400, "bad_request")),
-        ("a target of 17 KB", get(&format!("GET /{} HTTP/1.1", "x".repeat(17 << 10)), ""), Refused(414, "uri_too_long")),
+        (
+            "a target of 17 KB",
+            get(&format!("GET /{} HTTP/1.1", "x".repeat(17 << 10)), ""),
+            Refused(414, "uri_too_long"),
+        ),
         ("a target with a space", get("GET /a b HTTP/1.1", ""), Refused(505, "http_version_not_supported")),
         ("a target with a NUL", get("GET /a\0b HTTP/1.1", ""), Refused(400, "bad_request")),
         ("a target in UTF-8", get("GET /é HTTP/1.1", ""), Passed(0)),
         // Fields.
-        ("a head of 64 KiB and more", get("GET /v1/models HTTP/1.1", &format!("X: {}\r\n", "x".repeat(64 << 10))), Refused(431, "header_too_large")),
+        (
+            "a head of 64 KiB and more",
+            get("GET /v1/models HTTP/1.1", &format!("X: {}\r\n", "x".repeat(64 << 10))),
+            Refused(431, "header_too_large"),
+        ),
         ("a head of 60 KB", get("GET /v1/models HTTP/1.1", &format!("X: {}\r\n", "x".repeat(60_000))), Passed(0)),
         ("200 fields", get("GET /v1/models HTTP/1.1", &"X: 1\r\n".repeat(200)), Refused(431, "header_too_large")),
         ("a field without a name", get("GET /v1/models HTTP/1.1", ": x\r\n"), Refused(400, "bad_request")),
         ("a field without a colon", get("GET /v1/models HTTP/1.1", "garbage\r\n"), Refused(400, "bad_request")),
         ("a field with a NUL", get("GET /v1/models HTTP/1.1", "X: a\0b\r\n"), Refused(400, "bad_request")),
         ("a field with a bare CR", get("GET /v1/models HTTP/1.1", "X: a\rb\r\n"), Refused(400, "bad_request")),
-        ("a field with a letter of no ASCII", get("GET /v1/models HTTP/1.1", "X-Ünlaut: 1\r\n"), Refused(400, "bad_request")),
-        ("Connection names Host", get("GET /v1/models HTTP/1.1", "Connection: host, content-length, x-a\r\nX-A: 1\r\n"), Passed(0)),
-        ("an upgrade to WebSocket", get("GET /v1/models HTTP/1.1", "Connection: Upgrade\r\nUpgrade: websocket\r\n"), Refused(501, "upgrade_not_supported")),
-        ("an offer of h2c", get("GET /v1/models HTTP/1.1", "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"), Passed(0)),
-        ("another expectation", completions(&format!("{whole}Expect: 200-maybe\r\n"), BODY), Refused(417, "expectation_not_supported")),
+        (
+            "a field with a letter of no ASCII",
+            get("GET /v1/models HTTP/1.1", "X-Ünlaut: 1\r\n"),
+            Refused(400, "bad_request"),
+        ),
+        (
+            "Connection names Host",
+            get("GET /v1/models HTTP/1.1", "Connection: host, content-length, x-a\r\nX-A: 1\r\n"),
+            Passed(0),
+        ),
+        (
+            "an upgrade to WebSocket",
+            get("GET /v1/models HTTP/1.1", "Connection: Upgrade\r\nUpgrade: websocket\r\n"),
+            Refused(501, "upgrade_not_supported"),
+        ),
+        (
+            "an offer of h2c",
+            get(
+                "GET /v1/models HTTP/1.1",
+                "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n",
+            ),
+            Passed(0),
+        ),
+        (
+            "another expectation",
+            completions(&format!("{whole}Expect: 200-maybe\r\n"), BODY),
+            Refused(417, "expectation_not_supported"),
+        ),
     ]
 }
 
@@ -149,7 +244,9 @@ async fn odd_heads_and_framings_pass_cleanly_or_are_refused_by_name() {
             Passed(body) => {
                 assert_eq!(answer.engine(), "engine-0", "{name}: {} {text}", answer.head.status);
                 assert_eq!(seen.iter().map(|seen| seen.body_bytes).collect::<Vec<_>>(), [body], "{name}");
-                let hop = ["connection", "upgrade", "http2-settings", "x-a"].iter().find(|field| seen[0].header(field).is_some());
+                let hop = ["connection", "upgrade", "http2-settings", "x-a"]
+                    .iter()
+                    .find(|field| seen[0].header(field).is_some());
                 assert_eq!(hop, None, "{name}: what concerns one connection stays there");
             }
         }

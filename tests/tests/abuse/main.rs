@@ -7,4 +7,5 @@
 
 mod bodies;
 mod heads;
+mod rules;
 mod stage;

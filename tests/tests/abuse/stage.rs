@@ -78,8 +78,9 @@ impl Place {
 
     /// The rule that a stage creates: one pool, decision headers on.
     pub(crate) fn rule(&self, endpoints: u8, changes: &Value) -> Value {
-        let endpoints: Vec<_> =
-            (0..endpoints).map(|n| json!({"endpointIP": self.endpoint(n).to_string(), "targetPort": HTTP_PORT})).collect();
+        let endpoints: Vec<_> = (0..endpoints)
+            .map(|n| json!({"endpointIP": self.endpoint(n).to_string(), "targetPort": HTTP_PORT}))
+            .collect();
         let vip = self.vip();
         let mut rule = json!({
             "serviceArguments": {"externalIP": vip.ip().to_string(), "port": vip.port(), "protocol": "tcp", "mode": 4,
@@ -97,7 +98,8 @@ impl Place {
     pub(crate) fn config(&self, dir: &Path) -> KvlbConfig {
         let tokenizers = dir.join("tokenizers");
         let api = self.at(1, 11_111).to_string();
-        let args = ["--api", &api, "--datapath", "none", "--threads", "2", "--tokenizer-dir", tokenizers.to_str().unwrap()];
+        let args =
+            ["--api", &api, "--datapath", "none", "--threads", "2", "--tokenizer-dir", tokenizers.to_str().unwrap()];
         KvlbConfig::with(&args).env("LLB_KV_NONE_HASH_SEED", "0")
     }
 }
@@ -193,7 +195,8 @@ impl Stage {
     }
 
     pub(crate) async fn until_served(&self) {
-        let served = async || matches!(self.try_ask(&completion("hello")).await, Ok(answer) if answer.head.status == 200);
+        let served =
+            async || matches!(self.try_ask(&completion("hello")).await, Ok(answer) if answer.head.status == 200);
         eventually(SOON, "the VIP serves", served).await.unwrap();
     }
 

@@ -1,6 +1,6 @@
 //! What the proxy asks of the rest of kvlb: which rule, which endpoint, and what to count.
 
-use std::fmt::Write as _;
+use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,6 +19,11 @@ use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: the reference tokenizer takes a millisecond for 4 KiB.
 const HEAVY_BODY: usize = 4 << 10;
+
+/// Letters of a model's name that an error repeats: the longest names in use have fewer.
+const NAME_SHOWN: usize = 100;
+/// Models that an error names: a client with a typing error finds its own among these or asks `/v1/models`.
+const MODELS_NAMED: usize = 20;
 
 /// The proxy's view of kvlb.
 #[derive(Debug)]
@@ -405,12 +410,24 @@ fn refuse(unserved: &Unserved, model: Option<&str>) -> Reply {
         Unserved::NoVip => Reply::error(503, "no_rules", "no rule serves this address and port"),
         Unserved::NoRoute => Reply::error(404, "no_route", "no rule serves this host and path"),
         Unserved::Model { served } => {
-            let mut message = format!("no rule serves the model {:?}", model.unwrap_or_default());
-            if write!(message, "; served here: {}", served.join(", ")).is_err() {
-                debug_assert!(false, "writing to a string cannot fail");
-            }
-            Reply::error(404, "model_not_found", &message)
+            let named = served.iter().take(MODELS_NAMED).map(|model| shortened(model)).collect::<Vec<_>>().join(", ");
+            let more = served.len().saturating_sub(MODELS_NAMED);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let asked = shortened(model.unwrap_or_default());
+            Reply::error(
+                404,
+                "model_not_found",
+                &format!("no rule serves the model {asked:?}; served here: {named}{more}"),
+            )
         }
+    }
+}
+
+/// A name for a message: a client's may be as long as its body, and every byte of it may take six once escaped.
+fn shortened(name: &str) -> Cow<'_, str> {
+    match name.char_indices().nth(NAME_SHOWN) {
+        Some((end, _)) => format!("{}…", &name[..end]).into(),
+        None => name.into(),
     }
 }
 
@@ -437,6 +454,12 @@ fn explain(endpoint: &EndpointKey, decision: &Decision) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_is_shortened_between_two_letters() {
+        assert_eq!(shortened("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B");
+        assert_eq!(shortened(&"é".repeat(100_000)), format!("{}…", "é".repeat(NAME_SHOWN)));
+    }
 
     #[test]
     fn a_network_covers_its_own_addresses_and_no_others() {

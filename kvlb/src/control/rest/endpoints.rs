@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
-use axum::extract::{Path, Query, State};
+use axum::extract::{Query, State};
 use axum::http::HeaderMap;
 use bytes::Bytes;
 use serde_json::{Value, json};
 
 use super::rules::change;
-use super::{BODY_MAX, Shared, json_body, off_thread, query, view};
+use super::{BODY_MAX, Named, Shared, json_body, off_thread, query, view};
 use crate::control::Problem;
 use crate::control::store::Change;
 use crate::control::wire::{HostProbe, HostState, host_key};
@@ -38,13 +38,14 @@ pub(super) async fn post(
 /// Takes a host's own probe away: its endpoints are probed as their rules say.
 pub(super) async fn delete(
     State(api): Shared,
-    Path(ip): Path<String>,
+    Named(path): Named,
     pairs: Result<Query<Vec<(String, String)>>, QueryRejection>,
 ) -> Result<Json<Value>, Problem> {
     api.store()?;
     // LoxiLB tells probe objects of one host apart by these; here a host has one.
     query(pairs, &["name", "probe_type", "probe_port"])?;
-    let host = host_key(&ip)?;
+    let ip = path.get("ip").ok_or_else(|| Problem::MissingField("ip".to_owned()))?;
+    let host = host_key(ip)?;
     let done = change(&api, Change::Endpoints { host, port: None, field: "probe", value: None }).await?;
     Ok(Json(json!({"result": "Success", "change": done.what})))
 }

@@ -11,6 +11,7 @@ mod view;
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
@@ -18,7 +19,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use axum::extract::rejection::{BytesRejection, QueryRejection};
-use axum::extract::{DefaultBodyLimit, OriginalUri, Query, State};
+use axum::extract::{DefaultBodyLimit, FromRequestParts, OriginalUri, Path, Query, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
@@ -203,6 +205,24 @@ fn json_body(headers: &HeaderMap, body: Result<Bytes, BytesRejection>, limit: us
         StatusCode::PAYLOAD_TOO_LARGE => Problem::TooLarge(limit),
         _ => Problem::BrokenBody(rejection.body_text()),
     })
+}
+
+/// The named parts of a path, decoded; a path that cannot be is a [`Problem`] like any other.
+struct Named(HashMap<String, String>);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path(named)) => Ok(Self(named)),
+            Err(rejection) => Err(Problem::BadValue {
+                field: "path".to_owned(),
+                value: format!("{:?}", super::wire::shown(parts.uri.path())),
+                expected: rejection.body_text(),
+            }),
+        }
+    }
 }
 
 /// The members of a query string, of which only `known` may be there.

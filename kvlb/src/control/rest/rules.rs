@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
-use axum::extract::{Path, Query, State};
+use axum::extract::{Query, State};
 use axum::http::HeaderMap;
 use bytes::Bytes;
 use serde_json::{Value, json};
 
-use super::{Api, BODY_MAX, Shared, json_body, member, number, off_thread, query, view};
+use super::{Api, BODY_MAX, Named, Shared, json_body, member, number, off_thread, query, view};
 use crate::control::Problem;
 use crate::control::store::{Change, Done, Select};
 use crate::control::wire::{self, Body};
@@ -32,11 +32,7 @@ pub(super) async fn post(
 }
 
 /// Shows the rules that the path names.
-pub(super) async fn get(
-    State(api): Shared,
-    Path(path): Path<HashMap<String, String>>,
-    pairs: Pairs,
-) -> Result<Json<Value>, Problem> {
+pub(super) async fn get(State(api): Shared, Named(path): Named, pairs: Pairs) -> Result<Json<Value>, Problem> {
     let entries = api.store()?.entries();
     let found = select(&path, pairs)?.of(&entries)?;
     let live = Arc::clone(&api.live);
@@ -45,11 +41,7 @@ pub(super) async fn get(
 }
 
 /// Deletes the rules that the path names.
-pub(super) async fn delete(
-    State(api): Shared,
-    Path(path): Path<HashMap<String, String>>,
-    pairs: Pairs,
-) -> Result<Json<Value>, Problem> {
+pub(super) async fn delete(State(api): Shared, Named(path): Named, pairs: Pairs) -> Result<Json<Value>, Problem> {
     api.store()?;
     let done = change(&api, Change::Delete(select(&path, pairs)?)).await?;
     let ids: Vec<_> = done.ids.iter().map(|id| id.0).collect();

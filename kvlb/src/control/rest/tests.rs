@@ -200,6 +200,8 @@ async fn rules_are_found_by_every_form_of_their_address() {
         (format!("{lb}/id/x"), (400, "bad_value")),
         (format!("{lb}/id/99"), (404, "rule_not_found")),
         (format!("{lb}/name/nobody"), (404, "rule_not_found")),
+        (format!("{lb}/name/%ff"), (400, "bad_value")),
+        ("/config/endpoint/epipaddress/%ff".to_owned(), (400, "bad_value")),
     ] {
         assert_eq!(code(&server.delete(&path).await), expected, "{path}");
     }

@@ -1,11 +1,12 @@
 //! What a change makes of the rules, as values.
 
-use std::net::IpAddr;
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Entry, RULES_MAX};
+use super::{Entry, RULES_MAX, VIP_PORTS_MAX};
 use crate::control::Problem;
 use crate::control::wire::{Body, Oper};
 use crate::fleet::{EndpointKey, EngineType, PortRange, RuleId, RuleKey};
@@ -159,6 +160,7 @@ fn put(before: &[Arc<Entry>], body: &Body, next_id: u32) -> Result<(After, Appli
     let old = &before[position];
     keeps_what_it_must(old, &body)?;
     let entry = Entry::new(old.id, &body)?;
+    check_vip_ports(before, &key)?;
     let ids = vec![entry.id];
     if old.rule.is_ok() && old.json == entry.json {
         return Ok((None, Applied { done: Done { what: "unchanged", ids }, next_id }));
@@ -171,11 +173,29 @@ fn create(before: &[Arc<Entry>], body: &Body, key: &RuleKey, next_id: u32) -> Re
     if before.len() >= RULES_MAX || next_id == u32::MAX {
         return Err(Problem::TooMany { what: "rules", count: before.len() + 1, limit: RULES_MAX, of: "kvlb" });
     }
+    check_vip_ports(before, key)?;
     let overlaps = |other: &&Arc<Entry>| other.key().is_some_and(|other| same_but_ports(other, key));
     match before.iter().find(overlaps) {
         Some(other) => Err(Problem::Overlap { ports: ports(key.ports), other: other.id }),
         None => Ok(entry),
     }
+}
+
+/// Refuses a rule whose ports, together with those of the rules in force, are too many. Rules on one address and port share
+/// it.
+fn check_vip_ports(before: &[Arc<Entry>], key: &RuleKey) -> Result<(), Problem> {
+    let in_force = before.iter().filter(|entry| entry.rule.is_ok()).filter_map(|entry| entry.key());
+    let count = vip_ports(in_force.chain([key]));
+    if count <= VIP_PORTS_MAX {
+        return Ok(());
+    }
+    Err(Problem::TooMany { what: "VIP ports", count, limit: VIP_PORTS_MAX, of: "kvlb" })
+}
+
+/// How many different addresses and ports some rules have.
+pub(super) fn vip_ports<'a>(keys: impl Iterator<Item = &'a RuleKey>) -> usize {
+    let places = keys.flat_map(|key| key.ports.iter().map(|port| SocketAddr::new(key.vip, port)));
+    places.collect::<BTreeSet<_>>().len()
 }
 
 /// Two rules for the same requests on ports that overlap: which of them would serve is a guess.
@@ -422,6 +442,19 @@ mod tests {
         assert_eq!(rules.change(&word("127.0.0.1", None, None)).map(|done| done.what), Ok("unchanged"));
         let nobody = rules.change(&word("127.0.0.2", None, None)).map_err(|problem| problem.code());
         assert_eq!(nobody, Err("endpoint_not_found"));
+    }
+
+    #[test]
+    fn ports_of_all_rules_together_are_bounded_and_shared_ones_count_once() {
+        let mut rules = Rules::default();
+        assert_eq!(rules.post(json!({"port": 1, "portMax": 65_535})), Err("too_many"));
+        assert_eq!(rules.post(json!({"port": 1, "portMax": VIP_PORTS_MAX})), Ok(("created", 1)));
+        assert_eq!(rules.post(json!({"port": 5000})), Err("too_many"));
+        assert_eq!(rules.post(json!({"port": 80, "externalIP": "127.0.0.8"})), Err("too_many"));
+        assert_eq!(rules.post(json!({"port": 80, "model_name": "a"})), Ok(("created", 2)));
+        assert_eq!(rules.post(json!({"port": 1, "portMax": VIP_PORTS_MAX, "sel": 3})), Ok(("replaced", 1)));
+        rules.delete(at(1, None)).unwrap();
+        assert_eq!(rules.post(json!({"port": 5000})), Ok(("created", 3)));
     }
 
     #[test]

@@ -23,8 +23,11 @@ use super::Problem;
 use super::wire::Body;
 use crate::fleet::{Rule, RuleId, RuleKey};
 
-/// Rules of one kvlb: the kernel's table holds 4096 VIP ports, and each rule may have several.
+/// Rules of one kvlb: each may have several of the ports below.
 pub(crate) const RULES_MAX: usize = 1_024;
+/// Addresses and ports of all rules: the kernel's table holds 4096, and without the kernel each takes a socket per data
+/// thread.
+const VIP_PORTS_MAX: usize = 4_096;
 
 /// Where rules in force go.
 pub trait Publish: Send + Sync {
@@ -113,7 +116,7 @@ impl Store {
             trouble.extend(loaded.recovered);
             (loaded.document.next_id, loaded.document.rules)
         });
-        let entries = refuse_doubles(kept.into_iter().map(Entry::kept).collect());
+        let entries = refuse_misfits(kept.into_iter().map(Entry::kept).collect());
         // A file edited by hand may name a number that is not given out yet.
         let next_id = entries.iter().map(|e| e.id.0.saturating_add(1)).fold(next_id.max(1), u32::max);
         trouble.extend(refusals(&entries));
@@ -182,8 +185,9 @@ impl Writer {
     }
 }
 
-/// A file edited by hand may hold two rules for the same requests, or one number twice: the first is in force.
-fn refuse_doubles(entries: Vec<Entry>) -> Vec<Arc<Entry>> {
+/// A file edited by hand may hold two rules for the same requests, one number twice, or more ports than there may be: the
+/// first are in force.
+fn refuse_misfits(entries: Vec<Entry>) -> Vec<Arc<Entry>> {
     let mut checked: Vec<Arc<Entry>> = Vec::with_capacity(entries.len());
     for mut entry in entries {
         let clash = checked.iter().find(|other| {
@@ -192,6 +196,10 @@ fn refuse_doubles(entries: Vec<Entry>) -> Vec<Arc<Entry>> {
         });
         if let Some(other) = clash {
             entry.rule = Err(format!("rule {} has its number or serves the same requests", other.id));
+        }
+        let in_force = checked.iter().map(AsRef::as_ref).chain([&entry]).filter(|entry| entry.rule.is_ok());
+        if change::vip_ports(in_force.filter_map(Entry::key)) > VIP_PORTS_MAX {
+            entry.rule = Err(format!("it and the rules before have more than {VIP_PORTS_MAX} VIP ports"));
         }
         checked.push(Arc::new(entry));
     }

@@ -1,1 +1,29 @@
-fn main() {}
+//! kvlb's kernel programs: parse, look up, count; nothing clever.
+//!
+//! Whatever needs no map and no context lives in `kvlb-common` and is tested on the host. `cargo xtask build-ebpf`
+//! compiles this crate to `kvlb/bpf/kvlb.bpf.o`; on the host it is an empty program.
+
+#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+
+#[cfg(target_arch = "bpf")]
+mod maps;
+#[cfg(target_arch = "bpf")]
+mod steer;
+
+#[cfg(not(target_arch = "bpf"))]
+fn main() {
+    eprintln!("these programs run in the kernel: build them with `cargo xtask build-ebpf`");
+}
+
+/// The kernel lends most helpers to programs under the GPL only.
+#[cfg(target_arch = "bpf")]
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
+
+/// The verifier lets no program through that could come here.
+#[cfg(target_arch = "bpf")]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo) -> ! {
+    loop {}
+}

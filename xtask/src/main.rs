@@ -1,1 +1,50 @@
-fn main() {}
+//! Every chore of kvlb, as `cargo xtask NAME`: one file per chore.
+
+#![expect(clippy::print_stdout, reason = "a chore speaks to the person who runs it")]
+
+mod demo;
+mod ebpf;
+mod run;
+mod setup;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// The chores of kvlb's workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Args {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Rebuild the kernel programs, or check that the committed object is theirs
+    BuildEbpf(ebpf::Args),
+    /// Show the main job: kvlb in a network namespace of its own with three simulated engines
+    Demo(demo::Args),
+    /// Install what building the kernel programs or running the network tests needs and this machine lacks
+    Setup(setup::Args),
+    /// Set up and run every check and test
+    Test(test::Args),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Args::parse().chore {
+        Chore::BuildEbpf(args) => ebpf::run(&args),
+        Chore::Demo(args) => demo::run(&args),
+        Chore::Setup(args) => setup::run(&args),
+        Chore::Test(args) => test::run(&args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        // The chain of causes says where a chore failed; a backtrace only hides it.
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -9,6 +9,12 @@ use std::str::FromStr;
 #[repr(transparent)]
 pub struct TokenId(pub u32);
 
+impl From<TokenId> for u64 {
+    fn from(token: TokenId) -> Self {
+        Self::from(token.0)
+    }
+}
+
 /// A block's name on the wire: the last 8 bytes of its digest, big-endian.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]

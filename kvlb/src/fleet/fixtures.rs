@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use super::{
-    Endpoint, EndpointKey, EngineType, ExactMode, KvRule, Limits, Mode, Monitor, PortRange, Role, Rule, RuleId, RuleKey,
-    Score, Selector,
+    Endpoint, EndpointKey, EngineType, ExactMode, KvRule, Limits, Mode, Monitor, PortRange, Role, Rule, RuleId,
+    RuleKey, Score, Selector,
 };
 use crate::contract::{BlockSize, HashAlgo};
 
@@ -55,5 +55,6 @@ pub(crate) fn endpoint(last_octet: u8, role: Role) -> Endpoint {
         weight: 1,
         role,
         admin_down: false,
+        monitor: None,
     }
 }

@@ -60,6 +60,7 @@ pub struct RuleKey {
 
 /// What the operator wrote, checked.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own in the operator's body")]
 pub struct Rule {
     /// The rule's number.
     pub id: RuleId,
@@ -93,6 +94,13 @@ pub struct Rule {
     pub admin_down: bool,
 }
 
+impl Rule {
+    /// The probe that `endpoint` is under: its own, else the rule's.
+    pub fn monitor_of<'a>(&'a self, endpoint: &'a Endpoint) -> &'a Monitor {
+        endpoint.monitor.as_ref().unwrap_or(&self.monitor)
+    }
+}
+
 /// Time limits of one rule's requests. `None`: no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -112,9 +120,9 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connect: Duration::from_millis(500),
-            request_body: Duration::from_secs(60),
+            request_body: Duration::from_mins(1),
             first_byte: None,
-            idle: Some(Duration::from_secs(600)),
+            idle: Some(Duration::from_mins(10)),
             total: None,
         }
     }
@@ -160,6 +168,8 @@ pub struct Endpoint {
     pub role: Role,
     /// Set by the operator: takes no new request.
     pub admin_down: bool,
+    /// Its own probe (`POST …/config/endpoint`); `None`: the rule's.
+    pub monitor: Option<Monitor>,
 }
 
 /// What tells an endpoint of a rule from the others.

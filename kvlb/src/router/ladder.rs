@@ -4,11 +4,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::decision::{Decision, Miss, PromptShape, Reason, Tier};
-use crate::contract::{BlockHash, Extra, Hasher, KeyEra};
+use crate::contract::{BlockHash, Extra, Hasher, KeyEra, TokenId};
 use crate::fleet::{ExactMode, Role, Rule, Score, Selector};
-use crate::openai::{self, Prompt};
+use crate::openai::{self, Input, Prompt};
 use crate::policy::{self, Candidate, Refusal, Settings, Turn};
-use crate::tokenize::Tokenizer;
+use crate::tokenize::{self, Tokenizer};
 
 /// A rule made ready to route by.
 #[derive(Clone, Debug)]
@@ -21,8 +21,6 @@ pub struct Service {
     pub settings: Settings,
     /// Tokens that must match before the KV tier is used (`LLB_KV_MIN_MATCH_TOKENS`).
     pub min_match_tokens: u32,
-    /// At most this many tokens of a prompt are named.
-    pub max_tokens: usize,
 }
 
 /// The steps of naming a prompt, in order, as metrics and benches tell them apart.
@@ -63,8 +61,8 @@ pub struct Named {
 /// The block names of one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamedPrompt {
-    /// How many tokens it has.
-    pub tokens: usize,
+    /// Its tokens, also those beyond the last full block.
+    pub token_ids: Vec<TokenId>,
     /// Its full blocks, in prompt order.
     pub names: Vec<BlockHash>,
 }
@@ -93,22 +91,23 @@ pub trait View {
 
 /// Names the blocks of a request's prompts.
 ///
-/// `tokenizer` is the one staged for the request's model, or the reason why there is none. `lap` is told when each step
-/// is over.
+/// `tokenizer` is the one staged for the request's model, or the reason why there is none; `limits` bound it, and carry
+/// the time for templates that write it. `lap` is told when each step is over.
 ///
 /// # Errors
 /// The guard that failed, in the document's order.
 pub fn name(
     service: &Service,
-    prompt: &Result<Prompt, openai::Miss>,
+    prompt: Result<&Prompt, Miss>,
     tokenizer: Result<&Tokenizer, &'static str>,
+    limits: &tokenize::Limits,
     era: KeyEra,
     lap: &mut dyn FnMut(Step),
 ) -> Result<Named, Miss> {
     if service.rule.kv.mode == ExactMode::Off {
         return Err(Miss::new(Reason::ModeOff));
     }
-    let prompt = prompt.as_ref().map_err(Miss::from)?;
+    let prompt = prompt?;
     let model_known = prompt.model.is_some() || service.rule.key.model.is_some();
     if !model_known {
         return Err(Miss::new(Reason::ModelEmpty));
@@ -116,28 +115,34 @@ pub fn name(
     let mut tokens = Vec::with_capacity(prompt.inputs.len());
     for input in &prompt.inputs {
         tokens.push(match (input, tokenizer) {
-            (openai::Input::Tokens(ids), _) if prompt.options.keeps_all() => ids.clone(),
-            (input, Ok(tokenizer)) => {
-                tokenizer.tokens(input, &prompt.options, service.max_tokens).map_err(|miss| Miss::from(&miss))?
+            // Token ids that are taken as they are need no tokenizer.
+            (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => {
+                ids[..ids.len().min(limits.max_tokens)].to_vec()
             }
+            (input, Ok(tokenizer)) => tokenizer.tokens(input, &prompt.options, limits)?,
             (_, Err(detail)) => return Err(Miss::because(Reason::Tokenize, detail)),
         });
     }
     lap(Step::Tokenize);
-    let extra = Extra { cache_salt: prompt.cache_salt.clone().filter(|salt| !salt.is_empty()), ..Extra::default() };
-    let mut named = Named::default();
-    for tokens in tokens {
-        let names = service
-            .hasher
-            .block_hashes(&tokens[..tokens.len().min(service.max_tokens)], &extra, era)
-            .map_err(|_encoding| Miss::because(Reason::Hashes, "extra_key"))?;
-        named.prompts.push(NamedPrompt { tokens: tokens.len(), names });
-    }
-    lap(Step::Hash);
     if !service.hasher.provable() {
         return Err(Miss::because(Reason::Hashes, "unprovable"));
     }
-    Ok(named)
+    let extra = extra(prompt);
+    let mut prompts = Vec::with_capacity(tokens.len());
+    for token_ids in tokens {
+        let names = service
+            .hasher
+            .block_hashes(&token_ids, &extra, era)
+            .map_err(|_error| Miss::because(Reason::Hashes, "extra_key"))?;
+        prompts.push(NamedPrompt { token_ids, names });
+    }
+    lap(Step::Hash);
+    Ok(Named { prompts })
+}
+
+/// What else than its tokens enters the names of a prompt's blocks.
+pub fn extra(prompt: &Prompt) -> Extra {
+    Extra { cache_salt: prompt.cache_salt.clone() }
 }
 
 /// Chooses an endpoint for one request: cache affinity first, the rule's own selector on a miss.
@@ -154,7 +159,7 @@ pub fn route(
     let serves = serving_role(&service.rule);
     for candidate in &mut candidates {
         let role = service.rule.endpoints.get(candidate.endpoint).map(|endpoint| endpoint.role);
-        candidate.eligible &= role.is_some_and(serves) && !tried.contains(&candidate.endpoint);
+        candidate.eligible &= role.is_some_and(&serves) && !tried.contains(&candidate.endpoint);
     }
     let prompts = shapes(named);
     match affinity(service, named, view, &mut candidates) {
@@ -178,7 +183,7 @@ fn nobody(prompts: Vec<PromptShape>) -> Decision {
 }
 
 fn shapes(named: &Result<Named, Miss>) -> Vec<PromptShape> {
-    let shape = |prompt: &NamedPrompt| PromptShape { tokens: prompt.tokens, blocks: prompt.names.len() };
+    let shape = |prompt: &NamedPrompt| PromptShape { tokens: prompt.token_ids.len(), blocks: prompt.names.len() };
     named.as_ref().map(|named| named.prompts.iter().map(shape).collect()).unwrap_or_default()
 }
 
@@ -197,17 +202,16 @@ fn affinity(
     let named = named.as_ref().map_err(|miss| *miss)?;
     let held = weigh(service.rule.kv.score, named, view, candidates);
     let blocks: usize = named.prompts.iter().map(|prompt| prompt.names.len()).sum();
-    let longest = named.prompts.iter().map(|prompt| prompt.tokens).max().unwrap_or_default();
+    let longest = named.prompts.iter().map(|prompt| prompt.token_ids.len()).max().unwrap_or_default();
     let too_short = longest < service.min_match_tokens as usize;
     let min_overlap = min_overlap(service, blocks);
-    let choice = policy::choose(candidates, &Settings { min_overlap, ..service.settings }).map_err(|refusal| {
-        match refusal {
+    let choice =
+        policy::choose(candidates, &Settings { min_overlap, ..service.settings }).map_err(|refusal| match refusal {
             Refusal::NoWorker if too_short => Miss::because(Reason::Shallow, "prompt"),
             Refusal::NoWorker => Miss::new(Reason::NoWorker),
             Refusal::Excluded => Miss::new(Reason::Excluded),
             Refusal::Shallow => Miss::because(Reason::Shallow, "match"),
-        }
-    })?;
+        })?;
     if too_short {
         return Err(Miss::because(Reason::Shallow, "prompt"));
     }
@@ -215,7 +219,7 @@ fn affinity(
 }
 
 /// Fills in each candidate's overlap; returns what each endpoint holds, by position.
-fn weigh(score: Score, named: &Named, view: &dyn View, candidates: &mut [Candidate]) -> Vec<Overlap> {
+pub fn weigh(score: Score, named: &Named, view: &dyn View, candidates: &mut [Candidate]) -> Vec<Overlap> {
     let mut held = vec![Overlap::default(); candidates.len()];
     for prompt in &named.prompts {
         view.overlaps(&prompt.names, &mut held);
@@ -238,20 +242,23 @@ fn min_overlap(service: &Service, blocks: usize) -> u32 {
 }
 
 /// Tier 2. A split rule asks the least loaded prefill endpoint, in turn where loads are equal; a pool asks its selector.
-fn fallback(
-    service: &Service,
-    view: &dyn View,
-    client: Option<IpAddr>,
-    candidates: &[Candidate],
-) -> Option<usize> {
+fn fallback(service: &Service, view: &dyn View, client: Option<IpAddr>, candidates: &[Candidate]) -> Option<usize> {
     let turn = Turn { number: view.turn(), client };
     if service.rule.kv.mode != ExactMode::PrefillDecode {
         return policy::select(service.rule.selector, candidates, turn);
     }
     let least = candidates.iter().filter(|c| c.eligible).map(|c| c.load).min()?;
     let mut idlest = candidates.to_vec();
-    idlest.iter_mut().for_each(|c| c.eligible &= c.load == least);
+    for candidate in &mut idlest {
+        candidate.eligible &= candidate.load == least;
+    }
     policy::select(Selector::RoundRobin, &idlest, turn)
+}
+
+impl From<tokenize::Miss> for Miss {
+    fn from(miss: tokenize::Miss) -> Self {
+        Self::because(Reason::Tokenize, miss.detail())
+    }
 }
 
 impl From<&openai::Miss> for Miss {
@@ -262,5 +269,204 @@ impl From<&openai::Miss> for Miss {
             _ => Reason::Tokenize,
         };
         Self::because(reason, miss.detail())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::contract::NoneSeed;
+    use crate::fleet::fixtures::{endpoint, rule};
+    use crate::openai::Request;
+    use crate::policy::Blend;
+
+    /// Endpoints as sets of names, without metrics, locks or sockets.
+    #[derive(Default)]
+    struct Fleet {
+        held: Vec<BTreeSet<BlockHash>>,
+        load: Vec<u32>,
+        out: Vec<usize>,
+        turns: AtomicU64,
+    }
+
+    impl View for Fleet {
+        fn candidates(&self) -> Vec<Candidate> {
+            let candidate = |endpoint: usize| Candidate {
+                endpoint,
+                eligible: !self.out.contains(&endpoint),
+                load: self.load.get(endpoint).copied().unwrap_or_default(),
+                capacity: 1,
+                ..Candidate::default()
+            };
+            (0..self.held.len()).map(candidate).collect()
+        }
+
+        fn overlaps(&self, names: &[BlockHash], overlaps: &mut [Overlap]) {
+            for (overlap, held) in overlaps.iter_mut().zip(&self.held) {
+                overlap.depth += u32::try_from(names.iter().take_while(|name| held.contains(name)).count()).unwrap();
+                overlap.count += u32::try_from(names.iter().filter(|name| held.contains(name)).count()).unwrap();
+            }
+        }
+
+        fn turn(&self) -> u64 {
+            self.turns.fetch_add(1, Ordering::Relaxed)
+        }
+    }
+
+    fn service(mode: ExactMode, roles: &[Role]) -> Service {
+        let mut rule = rule();
+        rule.kv.mode = mode;
+        rule.endpoints = roles.iter().zip(1..).map(|(role, octet)| endpoint(octet, *role)).collect();
+        let hasher = Hasher::new(rule.kv.algo, &NoneSeed::Text("0".to_owned()), rule.kv.block_size);
+        Service { rule: Arc::new(rule), hasher: Arc::new(hasher), settings: Settings::default(), min_match_tokens: 16 }
+    }
+
+    fn pool(endpoints: usize) -> (Service, Fleet) {
+        let fleet = Fleet { held: vec![BTreeSet::new(); endpoints], ..Fleet::default() };
+        (service(ExactMode::SinglePool, &vec![Role::Any; endpoints]), fleet)
+    }
+
+    /// A prompt of these token ids; no tokenizer is needed for them.
+    fn named(service: &Service, ids: &[u32]) -> Result<Named, Miss> {
+        let body = serde_json::json!({"model": "m", "prompt": ids}).to_string();
+        ask(service, body.as_bytes())
+    }
+
+    fn ask(service: &Service, body: &[u8]) -> Result<Named, Miss> {
+        let request = Request { method: "POST", path: "/v1/completions", model_header: None, body };
+        let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
+        let limits = tokenize::Limits::default();
+        name(service, prompt.as_ref().map_err(|miss| *miss), Err("not_staged"), &limits, KeyEra::Tagged, &mut |_| ())
+    }
+
+    fn ids(range: std::ops::Range<u32>) -> Vec<u32> {
+        range.collect()
+    }
+
+    fn preamble_and(question: std::ops::Range<u32>) -> Vec<u32> {
+        ids(1..33).into_iter().chain(question).collect()
+    }
+
+    #[test]
+    fn the_documents_worked_example_two_to_zero() {
+        // Two endpoints that compute prompts and one that does not, blocks of 16, a shared preamble of exactly 32 tokens.
+        let service = service(ExactMode::PrefillDecode, &[Role::Prefill, Role::Decode, Role::Prefill]);
+        let mut fleet = Fleet { held: vec![BTreeSet::new(); 3], ..Fleet::default() };
+        let prompt_a = named(&service, &preamble_and(1000..1008));
+        let shape = |named: &Result<Named, Miss>| (shapes(named)[0].tokens, shapes(named)[0].blocks);
+        assert_eq!(shape(&prompt_a), (40, 2));
+        let cold = route(&service, &prompt_a, &fleet, None, &[]);
+        assert_eq!((cold.endpoint, cold.tier, cold.miss), (Some(0), Tier::Selector, Some(Miss::new(Reason::NoWorker))));
+        fleet.held[0].extend(&prompt_a.unwrap().prompts[0].names);
+        let prompt_b = named(&service, &preamble_and(2000..2006));
+        assert_eq!(shape(&prompt_b), (38, 2));
+        let warm = route(&service, &prompt_b, &fleet, None, &[]);
+        assert_eq!((warm.endpoint, warm.tier, warm.depth, warm.count), (Some(0), Tier::Overlap, 2, 2));
+        // The coda: the owner refuses, and nobody else holds anything; the fallback stays among prefill endpoints.
+        let again = route(&service, &prompt_b, &fleet, None, &[0]);
+        assert_eq!((again.endpoint, again.miss), (Some(2), Some(Miss::new(Reason::Excluded))));
+        // With a second holder the second-best overlap wins.
+        let first_block = named(&service, &ids(1..17)).unwrap().prompts[0].names.clone();
+        fleet.held[2].extend(&first_block);
+        let second = route(&service, &prompt_b, &fleet, None, &[0]);
+        assert_eq!((second.endpoint, second.tier, second.depth), (Some(2), Tier::Overlap, 1));
+    }
+
+    #[test]
+    fn each_guard_has_its_reason() {
+        let (mut service, fleet) = pool(2);
+        let why = |service: &Service, body: &[u8]| ask(service, body).err().map(|miss| miss.reason);
+        assert_eq!(why(&service, b"not json"), Some(Reason::ModelEmpty));
+        assert_eq!(why(&service, br#"{"model":"m"}"#), Some(Reason::TextEmpty));
+        assert_eq!(why(&service, br#"{"prompt":[1,2,3]}"#), Some(Reason::ModelEmpty));
+        assert_eq!(why(&service, br#"{"model":"m","prompt":"text"}"#), Some(Reason::Tokenize));
+        let cold = route(&service, &named(&service, &ids(0..32)), &fleet, None, &[]);
+        assert_eq!(cold.miss, Some(Miss::new(Reason::NoWorker)));
+        let short = route(&service, &named(&service, &ids(0..15)), &fleet, None, &[]);
+        assert_eq!(short.miss, Some(Miss::because(Reason::Shallow, "prompt")));
+        let mut off = rule();
+        off.kv.mode = ExactMode::Off;
+        service.rule = Arc::new(off);
+        assert_eq!(why(&service, br#"{"model":"m","prompt":[1]}"#), Some(Reason::ModeOff));
+        service.rule = Arc::new(rule());
+        service.hasher =
+            Arc::new(Hasher::new(crate::contract::HashAlgo::XxhashCbor, &NoneSeed::Unset, service.rule.kv.block_size));
+        assert_eq!(why(&service, br#"{"model":"m","prompt":[1]}"#), Some(Reason::Hashes));
+    }
+
+    #[test]
+    fn a_match_below_the_minimum_is_shallow_but_a_prompt_of_one_block_goes_back_to_its_holder() {
+        let (mut service, mut fleet) = pool(2);
+        service.min_match_tokens = 40;
+        let prompt = named(&service, &ids(0..64));
+        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[..2]);
+        let shallow = route(&service, &prompt, &fleet, None, &[]);
+        assert_eq!(shallow.miss, Some(Miss::because(Reason::Shallow, "match")));
+        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[..3]);
+        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(1));
+        service.min_match_tokens = 16;
+        let one_block = named(&service, &ids(500..516));
+        fleet.held[1].extend(&one_block.as_ref().unwrap().prompts[0].names);
+        let back = route(&service, &one_block, &fleet, None, &[]);
+        assert_eq!((back.endpoint, back.tier, back.depth), (Some(1), Tier::Overlap, 1));
+    }
+
+    #[test]
+    fn prefix_believes_the_leading_run_and_count_believes_the_number() {
+        let (mut service, mut fleet) = pool(2);
+        service.settings.blend = Blend::Off;
+        let prompt = named(&service, &ids(0..160));
+        let names = prompt.as_ref().unwrap().prompts[0].names.clone();
+        fleet.held[0].extend(&names[4..]);
+        fleet.held[1].extend(&names[..3]);
+        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(1));
+        let mut counting = rule();
+        counting.kv.score = Score::Count;
+        counting.endpoints.clone_from(&service.rule.endpoints);
+        service.rule = Arc::new(counting);
+        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(0));
+    }
+
+    #[test]
+    fn a_batch_goes_where_most_of_all_its_prompts_is() {
+        let (service, mut fleet) = pool(2);
+        let body = serde_json::json!({"model": "m", "prompt": [ids(0..32), ids(100..164)]}).to_string();
+        let batch = ask(&service, body.as_bytes());
+        let prompts = &batch.as_ref().unwrap().prompts;
+        fleet.held[0].extend(&prompts[0].names);
+        fleet.held[1].extend(&prompts[1].names);
+        let decision = route(&service, &batch, &fleet, None, &[]);
+        assert_eq!((decision.endpoint, decision.depth), (Some(1), 4));
+    }
+
+    #[test]
+    fn with_nobody_left_there_is_no_endpoint() {
+        let (service, fleet) = pool(2);
+        let decision = route(&service, &named(&service, &ids(0..32)), &fleet, None, &[0, 1]);
+        assert_eq!(decision.endpoint, None);
+    }
+
+    #[test]
+    fn a_split_rule_falls_back_to_the_least_loaded_prefill_endpoint_in_turn() {
+        let service = service(ExactMode::PrefillDecode, &[Role::Prefill, Role::Prefill, Role::Prefill, Role::Decode]);
+        let fleet = Fleet { held: vec![BTreeSet::new(); 4], load: vec![1, 3, 1, 0], ..Fleet::default() };
+        let got: Vec<_> = (0..4)
+            .map(|n| route(&service, &named(&service, &ids(n * 100..n * 100 + 32)), &fleet, None, &[]).endpoint)
+            .collect();
+        assert_eq!(got, [Some(0), Some(2), Some(0), Some(2)]);
+    }
+
+    #[test]
+    fn a_salt_keeps_equal_prompts_apart() {
+        let (service, _) = pool(1);
+        let with = |salt: &str| {
+            let body = serde_json::json!({"model": "m", "prompt": ids(0..32), "cache_salt": salt}).to_string();
+            ask(&service, body.as_bytes()).unwrap().prompts[0].names.clone()
+        };
+        assert_ne!(with("a"), with("b"));
+        assert_eq!(with(""), named(&service, &ids(0..32)).unwrap().prompts[0].names);
     }
 }

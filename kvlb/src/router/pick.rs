@@ -56,16 +56,19 @@ pub fn rank(rule: &Rule, lookup: &Lookup<'_>, adapter: impl Fn(&str) -> bool) ->
     Some(Match { host, path: rule.key.path_prefix.len(), model })
 }
 
-/// Whether `path` is `prefix` or lies below it: `/v1` covers `/v1` and `/v1/models`, not `/v10`.
+/// Whether `path` is `prefix` or lies below it: `/v1` covers `/v1` and `/v1/models`, not `/v10`. Without a prefix every
+/// path is covered, also the asterisk of `OPTIONS`.
 fn path_matches(prefix: &str, path: &str) -> bool {
     let prefix = prefix.trim_end_matches('/');
-    path.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    prefix.is_empty() || path.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// A host without its port; an IPv6 literal keeps its brackets.
 fn without_port(host: &str) -> &str {
     match host.rfind(':') {
-        Some(colon) if !host[colon..].contains(']') && host[..colon].find(':').is_none_or(|_| host.starts_with('[')) => {
+        Some(colon)
+            if !host[colon..].contains(']') && host[..colon].find(':').is_none_or(|_| host.starts_with('[')) =>
+        {
             &host[..colon]
         }
         _ => host,
@@ -114,6 +117,9 @@ mod tests {
         assert_eq!(rank(&narrow, &elsewhere, |_| false), None);
         let longer = Lookup { path: "/v10/completions", ..lookup(None) };
         assert_eq!(rank(&narrow, &longer, |_| false), None);
+        let server = Lookup { path: "*", ..lookup(None) };
+        assert_eq!(rank(&narrow, &server, |_| false), None);
+        assert!(rank(&rule(), &server, |_| false).is_some(), "OPTIONS * is about the whole server");
     }
 
     #[test]

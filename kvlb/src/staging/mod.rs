@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime};
 use tokio::time::interval;
 
 use crate::state::{Staged, State};
-use crate::tokenize::{Files, ModelSlug, Tokenizer};
+use crate::tokenize::{EngineOptions, Files, ModelSlug, Tokenizer};
 
 /// How often the directory is looked at for changed files.
 const RESCAN: Duration = Duration::from_secs(5);
@@ -43,8 +43,9 @@ pub async fn keep_loaded(dir: PathBuf, state: Arc<State>) {
     loop {
         tokio::select! {
             wanted = state.tokenizers.next_wanted() => {
-                for slug in wanted {
-                    load(&dir, &slug, &state, &mut loaded).await;
+                // Several askers may have wanted the same model while it was being loaded.
+                for slug in wanted.iter().filter(|slug| state.tokenizers.status(slug.as_str()).is_none()) {
+                    load(&dir, slug, &state, &mut loaded).await;
                 }
             }
             _ = tick.tick() => {
@@ -63,7 +64,7 @@ async fn load(dir: &Path, slug: &ModelSlug, state: &Arc<State>, loaded: &mut Has
     let (folder, wanted) = (dir.to_owned(), slug.clone());
     let found = tokio::task::spawn_blocking(move || {
         let stamp = stamp(&folder, &wanted);
-        let tokenizer = read(&folder, &wanted).and_then(|files| Ok(Tokenizer::load(&files)?));
+        let tokenizer = read(&folder, &wanted).and_then(|files| Ok(Tokenizer::load(&files, EngineOptions::default())?));
         (stamp, tokenizer)
     });
     let staged = match found.await {
@@ -110,7 +111,10 @@ fn stamp(dir: &Path, slug: &ModelSlug) -> Stamp {
 /// The folder whose name is the slug, as the directory lists it.
 fn folder(dir: &Path, slug: &ModelSlug) -> Option<PathBuf> {
     let listing = fs::read_dir(dir).ok()?;
-    listing.flatten().find(|entry| entry.file_name().to_str() == Some(slug.as_str())).map(|entry| entry.path())
+    listing
+        .flatten()
+        .find(|entry| entry.file_name().to_str().is_some_and(|name| slug.matches_dir(name)))
+        .map(|entry| entry.path())
 }
 
 fn read(dir: &Path, slug: &ModelSlug) -> Result<Files, Error> {
@@ -159,9 +163,9 @@ mod tests {
     fn a_missing_file_is_named() {
         let dir = tempfile::tempdir().expect("a temporary directory");
         fs::create_dir_all(dir.path().join("m")).expect("a folder");
-        let error = read(dir.path(), &ModelSlug::from("m")).err().expect("nothing to load");
-        assert!(error.to_string().starts_with("tokenizer.json is missing in "), "{error}");
-        let error = read(dir.path(), &ModelSlug::from("absent")).err().expect("nothing to load");
-        assert!(error.to_string().starts_with("no folder absent in "), "{error}");
+        let why =
+            |model: &str| read(dir.path(), &ModelSlug::from(model)).map(|_files| ()).map_err(|error| error.to_string());
+        assert!(why("m").is_err_and(|why| why.starts_with("tokenizer.json is missing in ")));
+        assert!(why("absent").is_err_and(|why| why.starts_with("no folder absent in ")));
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
+use serde_json::Value;
 
 use crate::fleet::{Admin, Breaker, Condition, Probe};
 
@@ -12,6 +13,19 @@ use crate::fleet::{Admin, Breaker, Condition, Probe};
 /// removed endpoint's number is never given to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointId(pub u32);
+
+/// A model as an engine's `GET /v1/models` lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedModel {
+    /// The name that clients send.
+    pub id: String,
+    /// The base model, where this one is an adapter.
+    ///
+    /// Source: vLLM lists an adapter as a model whose `parent` is its base model.
+    pub parent: Option<String>,
+    /// The engine's whole entry.
+    pub card: Value,
+}
 
 /// An endpoint's moving parts, shared by every version of its rule that lists it.
 #[derive(Debug)]
@@ -23,12 +37,10 @@ pub struct Meters {
     forced_down: AtomicBool,
     breaker_open: AtomicBool,
     last_chosen: AtomicU64,
-    capacity_blocks: AtomicU64,
     requests: AtomicU64,
     bytes: AtomicU64,
     addresses: ArcSwap<Vec<SocketAddr>>,
-    adapters: ArcSwap<Vec<String>>,
-    models: ArcSwap<Vec<String>>,
+    models: ArcSwap<Vec<ListedModel>>,
 }
 
 impl Meters {
@@ -41,11 +53,9 @@ impl Meters {
             forced_down: AtomicBool::new(false),
             breaker_open: AtomicBool::new(false),
             last_chosen: AtomicU64::new(0),
-            capacity_blocks: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             addresses: ArcSwap::default(),
-            adapters: ArcSwap::default(),
             models: ArcSwap::default(),
         }
     }
@@ -115,16 +125,6 @@ impl Meters {
         Condition { probe: self.probe(), admin, breaker }
     }
 
-    /// KV blocks of the engine's GPU cache; 0 while unknown.
-    pub fn capacity_blocks(&self) -> u64 {
-        self.capacity_blocks.load(Ordering::Relaxed)
-    }
-
-    /// Learns the engine's number of KV blocks.
-    pub fn set_capacity_blocks(&self, blocks: u64) {
-        self.capacity_blocks.store(blocks, Ordering::Relaxed);
-    }
-
     /// Where to connect; empty while the name has not been resolved.
     pub fn addresses(&self) -> Arc<Vec<SocketAddr>> {
         self.addresses.load_full()
@@ -137,20 +137,14 @@ impl Meters {
         }
     }
 
-    /// LoRA adapters that the engine lists.
-    pub fn adapters(&self) -> Arc<Vec<String>> {
-        self.adapters.load_full()
-    }
-
     /// Models that the engine lists, adapters included.
-    pub fn models(&self) -> Arc<Vec<String>> {
+    pub fn models(&self) -> Arc<Vec<ListedModel>> {
         self.models.load_full()
     }
 
     /// Learns what the engine serves.
-    pub fn set_models(&self, models: Vec<String>, adapters: Vec<String>) {
+    pub fn set_models(&self, models: Vec<ListedModel>) {
         self.models.store(Arc::new(models));
-        self.adapters.store(Arc::new(adapters));
     }
 }
 

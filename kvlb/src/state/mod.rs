@@ -6,6 +6,8 @@
 pub mod index;
 pub mod kv;
 mod live;
+mod reach;
+mod retry;
 mod scrape;
 mod table;
 mod tokenizers;
@@ -13,21 +15,26 @@ mod tokenizers;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-pub use live::{EndpointId, InFlight, Meters};
-pub use scrape::scrape;
+pub use live::{EndpointId, InFlight, ListedModel, Meters};
+pub use retry::RetryBudget;
+pub use scrape::page;
 pub use table::{Endpoint, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers};
 
+use crate::clock;
+use crate::contract::attest::Attestor;
 use crate::contract::{Hasher, NoneSeed};
 use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
 use crate::router;
 use crate::telemetry::Metrics;
+use reach::Reach;
 
 /// What of the process's configuration the services are made with.
 #[derive(Clone, Debug)]
@@ -43,8 +50,10 @@ pub struct Config {
     /// `LOXILB_KV_MAX_BLOCKS`: names kept per endpoint and rank. `None`: four times what the engine has, at most 10
     /// million.
     pub max_blocks: Option<usize>,
-    /// At most this many tokens of a prompt are named: the document's models end below it.
+    /// At most this many tokens of a prompt are named: few models take more.
     pub max_tokens: usize,
+    /// Where block names fall in the index is nobody's business: a random number.
+    pub index_seed: u64,
 }
 
 impl Default for Config {
@@ -56,6 +65,7 @@ impl Default for Config {
             min_match_tokens: 16,
             max_blocks: None,
             max_tokens: 262_144,
+            index_seed: 0,
         }
     }
 }
@@ -72,8 +82,10 @@ pub struct State {
     publishing: Mutex<()>,
     rules_changed: watch::Sender<u64>,
     conditions_changed: watch::Sender<u64>,
+    reach: Reach,
     next_endpoint: AtomicU32,
     degraded: Mutex<HashMap<&'static str, String>>,
+    scraping: Mutex<()>,
 }
 
 impl State {
@@ -87,8 +99,10 @@ impl State {
             publishing: Mutex::new(()),
             rules_changed: watch::Sender::new(0),
             conditions_changed: watch::Sender::new(0),
+            reach: Reach::default(),
             next_endpoint: AtomicU32::new(0),
             degraded: Mutex::default(),
+            scraping: Mutex::new(()),
         }
     }
 
@@ -112,6 +126,19 @@ impl State {
         drop(publishing);
         self.rules_changed.send_modify(|version| *version += 1);
         self.conditions_changed();
+    }
+
+    /// Says that the datapath takes requests by this version of the rules, as [`State::watch_rules`] numbers them; `None`
+    /// when it has ended.
+    pub fn datapath_serves(&self, version: Option<u64>) {
+        self.reach.serves(version);
+    }
+
+    /// Blocks until the datapath takes requests by the rules in force, for `limit` at most; not at all while there is no
+    /// datapath. Says whether it does.
+    pub fn wait_for_datapath(&self, limit: Duration) -> bool {
+        let version = *self.rules_changed.borrow();
+        self.reach.wait_for(version, limit)
     }
 
     /// Tells of every change of the rules.
@@ -150,23 +177,20 @@ impl State {
         let old = before.service(rule.id);
         // Names of another contract mean nothing: a change of it starts an empty index.
         let kept = old.filter(|old| same_contract(old.rule(), rule));
-        let index = kept.map_or_else(|| Arc::new(index::Index::new(&self.index_config())), |old| Arc::clone(&old.index));
-        let endpoints: Vec<_> =
-            rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
-        if let Some(kept) = kept {
-            forget_removed(kept, &endpoints);
-        }
+        let index = kept.map_or_else(|| Arc::new(index::Index::new(self.index_config())), |old| Arc::clone(&old.index));
+        let endpoints = rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
         Service {
             ready: router::Service {
                 rule: Arc::clone(rule),
                 hasher: Arc::new(Hasher::new(rule.kv.algo, &self.config.none_seed, rule.kv.block_size)),
                 settings: self.settings(rule),
                 min_match_tokens: self.config.min_match_tokens,
-                max_tokens: self.config.max_tokens,
             },
             endpoints,
             index,
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
+            choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
+            retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
         }
     }
 
@@ -185,10 +209,8 @@ impl State {
         );
         let kv = table::subscribes(rule, spec.role).then(|| {
             kept.and_then(find).and_then(|old| old.kv).unwrap_or_else(|| {
-                Arc::new(kv::EndpointKv::new(
-                    Arc::clone(index),
-                    kv::Expect { algo: rule.kv.algo, seed: self.config.none_seed.clone(), block_size: rule.kv.block_size },
-                ))
+                let attestor = Attestor::new(rule.kv.algo, self.config.none_seed.clone(), rule.kv.block_size);
+                Arc::new(kv::EndpointKv::new(Arc::clone(index), attestor))
             })
         });
         let endpoint = Endpoint { spec: spec.clone(), meters, kv };
@@ -207,8 +229,12 @@ impl State {
         }
     }
 
-    fn index_config(&self) -> index::Config {
-        index::Config { max_blocks: self.config.max_blocks, ..index::Config::default() }
+    fn index_config(&self) -> index::IndexConfig {
+        index::IndexConfig {
+            max_blocks: self.config.max_blocks,
+            seed: self.config.index_seed,
+            ..index::IndexConfig::default()
+        }
     }
 }
 
@@ -216,19 +242,4 @@ impl State {
 fn same_contract(old: &Rule, new: &Rule) -> bool {
     let contract = |rule: &Rule| (rule.kv.mode == ExactMode::Off, rule.kv.algo, rule.kv.block_size, rule.kv.engine);
     contract(old) == contract(new) && old.kv.zmq_port == new.kv.zmq_port && old.kv.replay_port == new.kv.replay_port
-}
-
-/// Drops the inventories of endpoints that the new version does not list.
-fn forget_removed(old: &Service, endpoints: &[Endpoint]) {
-    for gone in &old.endpoints {
-        let stays = |endpoint: &Endpoint| match (&endpoint.kv, &gone.kv) {
-            (Some(kept), Some(gone)) => Arc::ptr_eq(kept, gone),
-            _ => false,
-        };
-        if let Some(kv) = &gone.kv
-            && !endpoints.iter().any(stays)
-        {
-            kv.remove();
-        }
-    }
 }

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::index::Index;
 use super::kv::EndpointKv;
-use super::live::Meters;
+use super::live::{ListedModel, Meters};
+use super::retry::RetryBudget;
 use crate::contract::KeyEra;
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
 use crate::policy::Candidate;
@@ -28,7 +29,10 @@ pub struct Service {
     pub endpoints: Vec<Endpoint>,
     /// Which blocks each endpoint holds.
     pub index: Arc<Index>,
+    /// How many of the rule's requests may be sent once more.
+    pub retries: Arc<RetryBudget>,
     pub(super) turns: Arc<AtomicU64>,
+    pub(super) choices: Arc<AtomicU64>,
 }
 
 /// One endpoint of a service.
@@ -81,6 +85,13 @@ impl Table {
         })
     }
 
+    /// The services that requests for no model in particular are meant for, by host and path.
+    pub fn meant(&self, vip: SocketAddr, lookup: &Lookup<'_>) -> Vec<Arc<Service>> {
+        let any_model = Lookup { model: None, ..*lookup };
+        let meant = |service: &&Arc<Service>| router::rank(service.rule(), &any_model, |_| false).is_some();
+        self.at(vip).filter(meant).cloned().collect()
+    }
+
     /// The service for a request that came to `vip`; of equals the oldest rule.
     ///
     /// # Errors
@@ -124,14 +135,33 @@ impl Service {
         self.turns.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Whether an engine of this rule lists `model` as an adapter.
+    /// The next number of a choice, hit or miss.
+    pub fn next_choice(&self) -> u64 {
+        self.choices.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Whether an engine of this rule lists `model` as an adapter of the rule's model.
     pub fn lists_adapter(&self, model: &str) -> bool {
-        self.endpoints.iter().any(|endpoint| endpoint.meters.adapters().iter().any(|adapter| adapter == model))
+        let is_it = |listed: &ListedModel| listed.parent.is_some() && listed.id == model && self.serves(listed);
+        self.endpoints.iter().any(|endpoint| endpoint.meters.models().iter().any(is_it))
+    }
+
+    /// The longest prompt that every endpoint takes, in tokens, where one has said.
+    pub fn max_model_len(&self) -> Option<usize> {
+        let told = |listed: &ListedModel| usize::try_from(listed.card["max_model_len"].as_u64()?).ok();
+        self.endpoints.iter().filter_map(|endpoint| endpoint.meters.models().iter().filter_map(told).min()).min()
+    }
+
+    /// Whether requests for a model that an engine lists come to this rule: its own, and adapters of it.
+    fn serves(&self, listed: &ListedModel) -> bool {
+        let own = self.rule().key.model.as_ref();
+        own.is_none_or(|own| listed.id == *own || listed.parent.as_ref() == Some(own))
     }
 
     /// The way in which extra keys enter block names, as the endpoints' events show it.
     pub fn era(&self) -> KeyEra {
-        self.endpoints.iter().find_map(|endpoint| endpoint.kv.as_ref()?.era()).unwrap_or_default()
+        let untagged = |endpoint: &Endpoint| endpoint.kv.as_ref().is_some_and(|kv| kv.era() == KeyEra::Untagged);
+        if self.endpoints.iter().any(untagged) { KeyEra::Untagged } else { KeyEra::Tagged }
     }
 
     /// Whether any endpoint may take a new request.
@@ -151,9 +181,9 @@ impl Endpoint {
         self.meters.condition(admin)
     }
 
-    /// Its share of the fleet's capacity: KV blocks where known, times its weight.
-    fn capacity(&self) -> u64 {
-        self.meters.capacity_blocks().max(1) * u64::from(self.spec.weight.max(1))
+    /// KV blocks of its engine's cache, where the engine has said.
+    fn gpu_blocks(&self) -> Option<u64> {
+        self.kv.as_ref()?.label().num_gpu_blocks.filter(|blocks| *blocks > 0)
     }
 
     /// Where to connect; empty while its name has not been resolved.
@@ -170,7 +200,9 @@ impl Endpoint {
 
 impl View for Service {
     fn candidates(&self) -> Vec<Candidate> {
-        let capacities_known = self.endpoints.iter().all(|endpoint| endpoint.meters.capacity_blocks() > 0);
+        // Sizes are comparable only where every engine has told its own.
+        let sizes: Option<Vec<u64>> = self.endpoints.iter().map(Endpoint::gpu_blocks).collect();
+        let weight = |endpoint: &Endpoint| u64::from(endpoint.spec.weight.max(1));
         let candidate = |(position, endpoint): (usize, &Endpoint)| Candidate {
             endpoint: position,
             eligible: !self.rule().admin_down
@@ -178,7 +210,7 @@ impl View for Service {
                 && !endpoint.meters.addresses().is_empty(),
             overlap: 0,
             load: endpoint.meters.load(),
-            capacity: if capacities_known { endpoint.capacity() } else { u64::from(endpoint.spec.weight.max(1)) },
+            capacity: sizes.as_ref().map_or(1, |sizes| sizes[position]).saturating_mul(weight(endpoint)),
             last_chosen: endpoint.meters.last_chosen(),
         };
         self.endpoints.iter().enumerate().map(candidate).collect()
@@ -189,15 +221,9 @@ impl View for Service {
         self.index.overlaps(names, &mut by_slot);
         for (held, endpoint) in overlaps.iter_mut().zip(&self.endpoints) {
             let Some(kv) = &endpoint.kv else { continue };
-            // Ranks of one endpoint are separate caches: the best of them is what the endpoint can give.
-            let best = by_slot
-                .iter()
-                .filter(|slot| kv.owns(slot.slot))
-                .map(|slot| Overlap { depth: slot.depth, count: slot.count })
-                .max_by_key(|overlap| (overlap.depth, overlap.count))
-                .unwrap_or_default();
-            held.depth += best.depth;
-            held.count += best.count;
+            let (depth, count) = kv.overlap(&by_slot);
+            held.depth += depth;
+            held.count += count;
         }
     }
 
@@ -207,10 +233,10 @@ impl View for Service {
 }
 
 /// Whether a rule listens to the events of an endpoint with this role.
-pub(super) fn subscribes(rule: &Rule, role: Role) -> bool {
+pub(super) fn subscribes(rule: &Rule, part: Role) -> bool {
     match rule.kv.mode {
         ExactMode::Off => false,
-        ExactMode::PrefillDecode => role == Role::Prefill,
+        ExactMode::PrefillDecode => part == Role::Prefill,
         ExactMode::SinglePool => true,
     }
 }

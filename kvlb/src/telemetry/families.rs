@@ -6,11 +6,11 @@ use prometheus::{
 };
 
 /// Seconds: decisions take microseconds when warm and milliseconds when cold.
-const DECISION_BUCKETS: [f64; 14] =
-    [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2, 0.1];
+const DECISION_BUCKETS: [f64; 14] = [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2, 0.1];
 
 /// Seconds: an answer's first byte comes after a prefill, which takes milliseconds to minutes.
-const FIRST_BYTE_BUCKETS: [f64; 14] = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0];
+const FIRST_BYTE_BUCKETS: [f64; 14] =
+    [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0];
 
 macro_rules! families {
     ($( $(#[doc = $doc:literal])+ $field:ident: $kind:tt($name:literal $(, [$($label:literal),*])? $(, buckets $buckets:expr)?); )*) => {
@@ -106,7 +106,13 @@ families! {
     /// Requests that went out on a connection that was open already.
     endpoint_reuses: counter("kvlb_endpoint_reuses_total");
     /// Connections to endpoints that wait for a request.
-    endpoint_idle: gauge("kvlb_endpoint_idle_connections");
+    endpoint_idle: gauges("kvlb_endpoint_idle_connections", ["thread"]);
+    /// Client connections open on a data thread.
+    thread_connections: gauges("kvlb_data_thread_connections", ["thread"]);
+    /// Bytes of all buffers of the data path, in use or kept for use.
+    buffer_bytes: gauge("kvlb_buffer_bytes");
+    /// Connections lost to a panic of ours; any is a bug.
+    panics: counter("kvlb_panics_total");
     /// Time from the end of a request to the first byte of its answer.
     first_byte_seconds: histograms("kvlb_first_byte_seconds", ["tier"], buckets FIRST_BYTE_BUCKETS);
     /// Bytes relayed, by direction.
@@ -125,7 +131,9 @@ families! {
     endpoint_eligible: gauges("kvlb_endpoint_eligible", ["service", "ep_idx"]);
     /// The contract with an endpoint, as the events prove it: 1 for the state and leg that hold now.
     contract: gauges("kvlb_contract_state", ["service", "ep_idx", "state", "leg"]);
-    /// Seconds since the last event batch of an endpoint was made, by its own clock.
+    /// Seconds from the making of an endpoint's last event batch to its arrival here, by both clocks.
+    event_lag_seconds: floats("kvlb_event_lag_seconds", ["service", "ep_idx"]);
+    /// Seconds since the last event batch of an endpoint was applied.
     event_age_seconds: floats("kvlb_event_age_seconds", ["service", "ep_idx"]);
     /// What happened on an endpoint's event stream.
     event_stream: counters("kvlb_event_stream_total", ["service", "ep_idx", "what"]);

@@ -1,5 +1,6 @@
 //! Where log lines go and how they look.
 
+use std::io::IsTerminal as _;
 use std::str::FromStr;
 
 use tracing_subscriber::filter::EnvFilter;
@@ -36,7 +37,10 @@ pub fn init_logs(format: LogFormat, filter: &str) -> Result<(), Box<dyn std::err
     let registry = tracing_subscriber::registry().with(EnvFilter::try_new(filter)?);
     match format {
         LogFormat::Text => {
-            registry.with(tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false)).try_init()?;
+            // Colours are for terminals; in a file they are noise.
+            let colours = std::io::stderr().is_terminal();
+            let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(colours);
+            registry.with(lines.with_target(false)).try_init()?;
         }
         LogFormat::Json => {
             registry.with(tracing_subscriber::fmt::layer().json().with_writer(std::io::stderr)).try_init()?;

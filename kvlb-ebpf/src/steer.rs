@@ -1,0 +1,101 @@
+//! `SK_LOOKUP`: a new connection to a VIP goes to a listener of the proxy, whatever address that one is bound to.
+
+use aya_ebpf::bindings::bpf_sk_lookup;
+use aya_ebpf::bindings::sk_action::{SK_DROP, SK_PASS};
+use aya_ebpf::macros::sk_lookup;
+use aya_ebpf::programs::SkLookupContext;
+use aya_log_ebpf::warn;
+use kvlb_common::{Flow, TCP, Verdict, VipInfo, VipKey, VipStats};
+
+use crate::maps::{KVLB_LISTEN, KVLB_STATS, KVLB_VIPS};
+
+/// `AF_INET`, as `bpf_sk_lookup.family` has it.
+const IPV4: u32 = 2;
+
+/// `BPF_SK_LOOKUP_F_NO_REUSEPORT` (linux/bpf.h): the listener is the one chosen here, also if it shares its port with
+/// others by `SO_REUSEPORT`.
+const NO_REUSEPORT: u64 = 2;
+
+/// Runs for each packet that opens a connection to an address of this network namespace, before the kernel looks for a
+/// listener. What is not for a VIP passes untouched.
+#[sk_lookup]
+pub fn kvlb_lookup(ctx: SkLookupContext) -> u32 {
+    try_lookup(&ctx).unwrap_or(SK_PASS)
+}
+
+#[inline(always)]
+fn try_lookup(ctx: &SkLookupContext) -> Option<u32> {
+    let (flow, key) = read(ctx)?;
+    let vip = find(&key)?;
+    let stats = KVLB_STATS.get_ptr_mut(vip.id)?;
+    // SAFETY: the entry lives as long as the map, and only this CPU's programs write it.
+    let stats = unsafe { &mut *stats };
+    match vip.verdict() {
+        Verdict::Steer => Some(steer(ctx, &flow, &key, vip, stats)),
+        Verdict::Refuse => {
+            stats.refused += 1;
+            Some(SK_DROP)
+        }
+        Verdict::Pass => None,
+    }
+}
+
+/// The connection and the key of its exact port; nothing when it is not TCP.
+///
+/// All fields are read before the first branch, and volatile: else the compiler merges the reads of both families into
+/// one at "context + variable offset", which the verifier refuses.
+#[inline(always)]
+fn read(ctx: &SkLookupContext) -> Option<(Flow, VipKey)> {
+    let lookup: *const bpf_sk_lookup = ctx.lookup;
+    macro_rules! field {
+        // SAFETY: the kernel hands in a valid context, and each field is read at its own offset and width.
+        ($($path:tt)+) => { unsafe { core::ptr::read_volatile(&raw const (*lookup).$($path)+) } };
+    }
+    let (family, protocol) = (field!(family), field!(protocol));
+    let (local4, remote4) = (field!(local_ip4), field!(remote_ip4));
+    let local6 = [field!(local_ip6[0]), field!(local_ip6[1]), field!(local_ip6[2]), field!(local_ip6[3])];
+    let remote6 = [field!(remote_ip6[0]), field!(remote_ip6[1]), field!(remote_ip6[2]), field!(remote_ip6[3])];
+    let (local_port, remote_port) = (field!(local_port) as u16, field!(remote_port));
+    if protocol != u32::from(TCP) {
+        return None;
+    }
+    let (local_addr, remote_addr) = if family == IPV4 { (mapped(local4), mapped(remote4)) } else { (local6, remote6) };
+    let key = VipKey::tcp(octets(local_addr), local_port);
+    Some((Flow { remote_addr, local_addr, remote_port, local_port }, key))
+}
+
+/// An IPv4 address as `::ffff:a.b.c.d`, in words of network order.
+#[inline(always)]
+const fn mapped(v4: u32) -> [u32; 4] {
+    [0, 0, 0xffff_u32.to_be(), v4]
+}
+
+/// The bytes of four words of network order.
+#[inline(always)]
+const fn octets(words: [u32; 4]) -> [u8; 16] {
+    // SAFETY: both are 16 bytes of plain data.
+    unsafe { core::mem::transmute(words) }
+}
+
+/// The VIP of exactly this port, else the one of all ports of its address.
+#[inline(always)]
+fn find(key: &VipKey) -> Option<&'static VipInfo> {
+    // SAFETY: an element that is replaced is freed only when all programs that read it have ended.
+    unsafe { KVLB_VIPS.get(key).or_else(|| KVLB_VIPS.get(key.any_port())) }
+}
+
+#[inline(always)]
+fn steer(ctx: &SkLookupContext, flow: &Flow, key: &VipKey, vip: &VipInfo, stats: &mut VipStats) -> u32 {
+    let index = vip.listener.wrapping_add(flow.worker(vip.workers));
+    let taken = vip.workers > 0 && KVLB_LISTEN.redirect_sk_lookup(ctx, index, NO_REUSEPORT).is_ok();
+    if taken {
+        stats.steered += 1;
+    } else {
+        stats.no_listener += 1;
+        // The first, second, fourth, eighth ...: a flood of connections is not a flood of lines.
+        if stats.no_listener.is_power_of_two() {
+            warn!(ctx, "no listener for VIP {:i} port {} (rule {})", key.addr, key.port, vip.rule);
+        }
+    }
+    SK_PASS
+}

@@ -1,0 +1,122 @@
+//! Sockets for the VIPs: one set behind the kernel's steering, or one per VIP where kvlb binds them itself.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::kernel::Kernel;
+use crate::proxy::{Link, Proxy, bind};
+use crate::state::{State, Table};
+
+/// Connections that may wait to be accepted, the kernel's own bound permitting.
+const BACKLOG: i32 = 4096;
+/// The listeners that the kernel steers to.
+const STEERED: Link = Link(0);
+/// The name of the degraded state in which a VIP could not be bound.
+const DEGRADED: &str = "vip_bind";
+
+/// Opens one listener per data thread on the loopback device and hands them to the kernel side.
+pub(super) fn behind_kernel(kernel: &Mutex<Kernel>, proxy: &Proxy) -> anyhow::Result<()> {
+    let listeners = (0..proxy.threads()).map(|_| loopback_listener()).collect::<io::Result<Vec<_>>>()?;
+    let borrowed: Vec<_> = listeners.iter().map(|listener| listener.as_fd()).collect();
+    kernel.lock().set_listeners(&borrowed)?;
+    proxy.listen(STEERED, listeners);
+    Ok(())
+}
+
+/// A listener that takes both families; of IPv4 alone where the machine has no IPv6.
+fn loopback_listener() -> io::Result<TcpListener> {
+    let both = || {
+        let socket = Socket::new(Domain::IPV6, Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_only_v6(false)?;
+        // A socket bound to ::1 would be for IPv6 alone, whatever its option says.
+        listening(socket, SocketAddr::from((Ipv4Addr::LOCALHOST.to_ipv6_mapped(), 0)))
+    };
+    both().or_else(|_no_ipv6| {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+        listening(socket, SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+    })
+}
+
+fn listening(socket: Socket, address: SocketAddr) -> io::Result<TcpListener> {
+    socket.set_tcp_nodelay(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(TcpListener::from(socket))
+}
+
+/// Binds every VIP, and lets go of those whose rules are gone.
+#[derive(Debug, Default)]
+pub(super) struct OwnVips {
+    bound: BTreeMap<SocketAddr, Link>,
+    next: u64,
+}
+
+impl OwnVips {
+    /// Makes the bound addresses those that rules serve.
+    pub(super) fn sync(&mut self, table: &Table, proxy: &Proxy, state: &State) {
+        let wanted = addresses(table);
+        self.bound.retain(|address, link| {
+            let stays = wanted.contains(address);
+            if !stays {
+                proxy.unlisten(*link, false);
+            }
+            stays
+        });
+        let mut failures = Vec::new();
+        for address in wanted {
+            if self.bound.contains_key(&address) {
+                continue;
+            }
+            match bind(address, proxy.threads()) {
+                Ok(sockets) => {
+                    self.next += 1;
+                    let link = Link(self.next);
+                    proxy.listen(link, sockets);
+                    self.bound.insert(address, link);
+                }
+                Err(error) => failures.push(format!("{address}: {error}")),
+            }
+        }
+        if failures.is_empty() {
+            state.recovered(DEGRADED);
+        } else {
+            let why = format!("cannot bind {} (is the address on this host?)", failures.join("; "));
+            if state.degraded().iter().all(|(_, known)| *known != why) {
+                tracing::error!(why, "a VIP is not served");
+            }
+            state.degrade(DEGRADED, why);
+        }
+    }
+}
+
+/// Follows the rules for ever; addresses that could not be bound are tried again.
+pub(super) async fn keep_bound(proxy: Arc<Proxy>, state: Arc<State>) {
+    let mut rules = state.watch_rules();
+    let mut vips = OwnVips::default();
+    loop {
+        let version = *rules.borrow_and_update();
+        vips.sync(&state.table(), &proxy, &state);
+        state.datapath_serves(Some(version));
+        let again = tokio::time::Duration::from_secs(2);
+        if let Ok(Err(_closed)) = tokio::time::timeout(again, rules.changed()).await {
+            return;
+        }
+    }
+}
+
+fn addresses(table: &Table) -> BTreeSet<SocketAddr> {
+    table
+        .services()
+        .iter()
+        .flat_map(|service| {
+            let key = &service.rule().key;
+            key.ports.iter().map(|port| SocketAddr::new(key.vip, port))
+        })
+        .collect()
+}

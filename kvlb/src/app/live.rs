@@ -1,0 +1,163 @@
+//! What the API shows of the state.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::Mutex;
+
+use super::desk;
+use crate::clock;
+use crate::control::Live;
+use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
+use crate::fleet::{ExactMode, RuleId};
+use crate::kernel::Kernel;
+use crate::router::{self, Overlap, View as _};
+use crate::state::kv::EndpointKv;
+use crate::state::{self, Service, Staged, State};
+use crate::telemetry::Metrics;
+
+/// How blocks are named here: as the engine names them.
+const KEYING: &str = "parity";
+
+/// kvlb's state, as the API reads it.
+pub(super) struct LiveState {
+    state: Arc<State>,
+    kernel: Option<Arc<Mutex<Kernel>>>,
+}
+
+impl LiveState {
+    pub(super) fn new(state: Arc<State>, kernel: Option<Arc<Mutex<Kernel>>>) -> Self {
+        Self { state, kernel }
+    }
+
+    fn service(&self, rule: RuleId) -> Option<Arc<Service>> {
+        self.state.table().service(rule).cloned()
+    }
+
+    /// Copies the kernel's counters into the metrics.
+    fn read_kernel(&self, metrics: &Metrics) {
+        let Some(kernel) = &self.kernel else { return };
+        let stats = kernel.lock().stats();
+        let Ok(stats) = stats else { return };
+        metrics.steered.reset();
+        metrics.not_steered.reset();
+        for (vip, counts) in stats {
+            let vip = vip.to_string();
+            metrics.steered.with_label_values(&[vip.as_str()]).inc_by(counts.steered);
+            metrics.not_steered.with_label_values(&[vip.as_str()]).inc_by(counts.refused + counts.no_listener);
+        }
+    }
+}
+
+impl fmt::Debug for LiveState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LiveState").field("kernel", &self.kernel.is_some()).finish_non_exhaustive()
+    }
+}
+
+impl Live for LiveState {
+    fn endpoint(&self, rule: RuleId, position: usize) -> Option<EndpointView> {
+        let service = self.service(rule)?;
+        let endpoint = service.endpoints.get(position)?;
+        Some(EndpointView {
+            state: endpoint.condition().label(),
+            requests: endpoint.meters.requests(),
+            bytes: endpoint.meters.bytes(),
+            load: endpoint.meters.load(),
+            kv: endpoint.kv.as_ref().map(|kv| kv_view(kv)),
+        })
+    }
+
+    fn inventory(&self, rule: RuleId, position: usize) -> Option<Inventory> {
+        let service = self.service(rule)?;
+        let kv = service.endpoints.get(position)?.kv.as_ref()?;
+        Some(Inventory { names: kv.names(), keying: KEYING })
+    }
+
+    fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
+        let service = self.service(rule)?;
+        let named = desk::name_for(&self.state, &service, request.path, request.model, request.body);
+        let decision = router::route(&service.ready, &named, &*service, None, &[]);
+        let mut held = vec![Overlap::default(); service.endpoints.len()];
+        for prompt in named.iter().flat_map(|named| &named.prompts) {
+            service.overlaps(&prompt.names, &mut held);
+        }
+        let candidate = |(known, held): (crate::policy::Candidate, &Overlap)| CandidateView {
+            ep_idx: known.endpoint,
+            depth: held.depth,
+            count: held.count,
+            load: known.load,
+            eligible: known.eligible,
+        };
+        Some(Explanation {
+            tier: decision.tier.label().to_owned(),
+            reason: decision.miss.map(|miss| miss.reason.label().to_owned()),
+            detail: decision.miss.map(|miss| miss.detail.to_owned()).filter(|detail| !detail.is_empty()),
+            endpoint: decision.endpoint,
+            prompts: decision.prompts.iter().map(|p| PromptView { tokens: p.tokens, blocks: p.blocks }).collect(),
+            candidates: service.candidates().into_iter().zip(&held).map(candidate).collect(),
+        })
+    }
+
+    fn notes(&self, rule: RuleId) -> Vec<String> {
+        self.service(rule).map(|service| tokenizer_notes(&self.state, &service)).unwrap_or_default()
+    }
+
+    fn metrics(&self) -> String {
+        state::page(&self.state, |metrics| self.read_kernel(metrics)).unwrap_or_else(|error| {
+            tracing::error!(%error, "the metrics page could not be made");
+            String::new()
+        })
+    }
+
+    fn degraded(&self) -> Vec<(String, String)> {
+        self.state.degraded().into_iter().map(|(what, why)| (what.to_owned(), why)).collect()
+    }
+}
+
+/// What keeps a rule's prompts from becoming tokens: files that are missing, or not understood.
+fn tokenizer_notes(state: &State, service: &Service) -> Vec<String> {
+    if service.rule().kv.mode == ExactMode::Off {
+        return Vec::new();
+    }
+    let mut models: BTreeSet<String> = service.rule().key.model.iter().cloned().collect();
+    for endpoint in &service.endpoints {
+        let listed = endpoint.meters.models();
+        models.extend(listed.iter().filter(|model| model.parent.is_none()).map(|model| model.id.clone()));
+    }
+    models.iter().filter_map(|model| Some(format!("{model}: {}", trouble(&state.tokenizers.status(model)?)?))).collect()
+}
+
+/// What is wrong with a staged tokenizer; `None`: nothing.
+fn trouble(staged: &Staged) -> Option<String> {
+    let tokenizer = match staged {
+        Staged::Unusable(why) => return Some(format!("prompts cannot become tokens: {why}")),
+        Staged::Ready(tokenizer) => tokenizer,
+    };
+    let status = tokenizer.status();
+    if let Some(miss) = status.text {
+        return Some(format!("prompts cannot become tokens exactly ({})", miss.detail()));
+    }
+    let miss = status.chat?;
+    let template = status.template.map(|why| format!(": {why}")).unwrap_or_default();
+    Some(format!("chats cannot be rendered exactly ({}){template}", miss.detail()))
+}
+
+fn kv_view(kv: &EndpointKv) -> KvView {
+    let status = kv.status(clock::now());
+    KvView {
+        contract: status.contract.label().to_owned(),
+        leg: status.contract.leg().map(|leg| leg.label().to_owned()),
+        detail: status.contract.detail().map(str::to_owned),
+        keying: KEYING.to_owned(),
+        blocks: status.blocks as u64,
+        connected: status.connected,
+        replay: status.replay.label().to_owned(),
+        sequence: status.sequence.map(|seq| seq.0),
+        last_event_age_ms: status.last_event_age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+        gaps: kv.counters.gaps.load(Ordering::Relaxed),
+        restarts: kv.counters.restarts.load(Ordering::Relaxed),
+    }
+}

@@ -1,0 +1,269 @@
+//! The list of parts, in the order in which they start and stop.
+
+mod crew;
+mod desk;
+mod listen;
+mod live;
+mod meter;
+mod steer;
+mod watch;
+
+use std::hash::{BuildHasher as _, RandomState};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use parking_lot::Mutex;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+
+use crate::config::{Config, Datapath};
+use crate::control::{self, About, Api, Store};
+use crate::kernel::Kernel;
+use crate::proxy::{self, Proxy};
+use crate::state::{self, State};
+use crate::telemetry::{Metrics, init_logs};
+use crate::{clock, staging};
+
+use desk::Desk;
+use live::LiveState;
+use meter::ProxyMeter;
+
+/// Threads of the control side; the data side has its own.
+const CONTROL_THREADS: usize = 2;
+/// Time that the control side gets to end once the data side has.
+const CONTROL_STOP: Duration = Duration::from_secs(2);
+
+/// A change of the rules is answered when its VIPs take connections, or after this: writing a thousand VIPs to the kernel
+/// takes milliseconds.
+const IN_FORCE: Duration = Duration::from_secs(2);
+
+/// Runs the daemon until it is told to stop.
+pub fn up(config: Config) -> ExitCode {
+    if let Err(error) = init_logs(config.log_format, &config.log_level) {
+        return complain(&anyhow::anyhow!("set up logging: {error}"));
+    }
+    match run(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => complain(&error),
+    }
+}
+
+#[expect(clippy::print_stderr, reason = "why the daemon did not start belongs on the terminal, whatever the log level")]
+fn complain(error: &anyhow::Error) -> ExitCode {
+    eprintln!("kvlb: {error:#}");
+    ExitCode::FAILURE
+}
+
+fn run(config: Config) -> Result<()> {
+    for warning in &config.warnings {
+        tracing::warn!("{warning}");
+    }
+    raise_file_limit();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(CONTROL_THREADS)
+        .thread_name("kvlb-control")
+        .enable_all()
+        .build()
+        .context("start the control threads")?;
+    let metrics = Arc::new(Metrics::new().context("register the metrics")?);
+    let state = Arc::new(State::new(state_config(&config), Arc::clone(&metrics)));
+    let store = open_store(&config, &state)?;
+    let kernel = load_kernel(&config, &state, &runtime)?;
+    let proxy = start_proxy(&config, &state)?;
+    let listener = runtime
+        .block_on(TcpListener::bind(config.api))
+        .with_context(|| format!("listen on the API address {}", config.api))?;
+    let about = About {
+        datapath: if kernel.is_some() { "sk_lookup" } else { "none" }.to_owned(),
+        datapath_detail: state
+            .degraded()
+            .into_iter()
+            .find(|(what, _)| *what == "datapath")
+            .map(|d| d.1)
+            .unwrap_or_default(),
+        io: proxy.engine().label().to_owned(),
+        threads: proxy.threads(),
+        api: listener.local_addr().context("read the API's address")?,
+        state_dir: config.state_dir.clone(),
+    };
+    announce(&about, &metrics);
+    let (stop_api, api_stopped) = oneshot::channel::<()>();
+    let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.clone()));
+    let api = Api::new(live, about);
+    api.ready(store);
+    let parts = Parts { config, state, kernel, proxy: Arc::new(proxy) };
+    runtime.block_on(parts.serve(listener, api, api_stopped, stop_api))?;
+    runtime.shutdown_timeout(CONTROL_STOP);
+    tracing::info!("stopped");
+    Ok(())
+}
+
+/// What runs, once it does.
+struct Parts {
+    config: Config,
+    state: Arc<State>,
+    kernel: Option<Arc<Mutex<Kernel>>>,
+    proxy: Arc<Proxy>,
+}
+
+impl Parts {
+    async fn serve(
+        self,
+        listener: TcpListener,
+        api: Arc<Api>,
+        api_stopped: oneshot::Receiver<()>,
+        stop_api: oneshot::Sender<()>,
+    ) -> Result<()> {
+        let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let mut tasks = JoinSet::new();
+        let Self { config, state, kernel, proxy } = self;
+        tasks.spawn(staging::keep_loaded(config.tokenizer_dir.clone(), Arc::clone(&state)));
+        tasks.spawn(watch::keep_watching(Arc::clone(&state), config.kv.replay_offset));
+        match &kernel {
+            Some(kernel) => {
+                let program_log = kernel.lock().take_log();
+                if let Some(log) = program_log {
+                    tasks.spawn(log.drain());
+                }
+                listen::behind_kernel(kernel, &proxy).context("give the listeners to the kernel")?;
+                tasks.spawn(steer::keep_steering(Arc::clone(kernel), Arc::clone(&state), config.drain_timeout));
+            }
+            None => {
+                tasks.spawn(listen::keep_bound(Arc::clone(&proxy), Arc::clone(&state)));
+            }
+        }
+        let api = tokio::spawn(control::serve(listener, api, async move {
+            // A dropped sender means the same: stop.
+            let _asked_or_gone = api_stopped.await;
+        }));
+        tracing::info!("ready");
+        tokio::select! {
+            _ = term.recv() => tracing::info!("SIGTERM: draining"),
+            _ = int.recv() => tracing::info!("SIGINT: draining"),
+        }
+        tasks.shutdown().await;
+        state.datapath_serves(None);
+        drain(proxy, kernel, config.drain_timeout, (&mut term, &mut int)).await;
+        drop(stop_api);
+        if tokio::time::timeout(CONTROL_STOP, api).await.is_err() {
+            tracing::warn!("the API did not end in time");
+        }
+        Ok(())
+    }
+}
+
+/// Lets requests on their way finish, then takes the kernel side down. A second signal ends the waiting.
+async fn drain(
+    proxy: Arc<Proxy>,
+    kernel: Option<Arc<Mutex<Kernel>>>,
+    timeout: Duration,
+    (term, int): (&mut tokio::signal::unix::Signal, &mut tokio::signal::unix::Signal),
+) {
+    let drained = tokio::task::spawn_blocking(move || match Arc::try_unwrap(proxy) {
+        Ok(proxy) => proxy.drain(clock::now() + timeout, false),
+        Err(_shared) => tracing::error!("the data side is still in use and cannot be drained"),
+    });
+    tokio::select! {
+        done = drained => if let Err(error) = done { tracing::error!(%error, "draining failed") },
+        _ = term.recv() => tracing::warn!("told to stop again: streams are cut"),
+        _ = int.recv() => tracing::warn!("told to stop again: streams are cut"),
+    }
+    // Routes go last: without them the streams above could not have ended.
+    if let Some(Ok(kernel)) = kernel.map(Arc::try_unwrap)
+        && let Err(error) = kernel.into_inner().shutdown()
+    {
+        tracing::warn!(error = &error as &dyn std::error::Error, "could not clean up in the kernel");
+    }
+}
+
+fn state_config(config: &Config) -> state::Config {
+    state::Config {
+        none_seed: config.kv.none_seed.clone(),
+        settings: config.kv.settings,
+        spill_relief: config.kv.relief.forced(),
+        min_match_tokens: config.kv.min_match_tokens,
+        max_blocks: config.kv.max_blocks,
+        index_seed: RandomState::new().hash_one(std::process::id()),
+        ..state::Config::default()
+    }
+}
+
+/// Loads the rules and puts them in force: before anything listens, so that the first connection finds them.
+fn open_store(config: &Config, state: &Arc<State>) -> Result<Arc<Store>> {
+    let publish = {
+        let state = Arc::clone(state);
+        move |rules: Vec<_>| {
+            state.publish(&rules);
+            if !state.wait_for_datapath(IN_FORCE) {
+                tracing::warn!("the datapath is late with a change of the rules");
+            }
+        }
+    };
+    let store = Store::open(config.state_dir.as_deref(), publish).context("load the rules")?;
+    if !store.trouble().is_empty() {
+        state.degrade("state_dir", store.trouble().join("; "));
+    }
+    Ok(Arc::new(store))
+}
+
+/// The kernel side, where it is wanted and possible.
+fn load_kernel(config: &Config, state: &State, runtime: &Runtime) -> Result<Option<Arc<Mutex<Kernel>>>> {
+    if config.datapath == Datapath::None {
+        return Ok(None);
+    }
+    let _entered = runtime.enter();
+    match Kernel::load(&crate::kernel::Config { pin_dir: config.pin_dir.clone() }) {
+        Ok(kernel) => Ok(Some(Arc::new(Mutex::new(kernel)))),
+        // Another kvlb holds the maps: binding its VIPs beside it would only split the traffic.
+        Err(error @ crate::kernel::Error::InUse { .. }) => Err(error).context("load the kernel programs"),
+        Err(error) => {
+            let why = format!("{error}; kvlb binds the VIPs itself");
+            tracing::warn!(error = &error as &dyn std::error::Error, "no kernel datapath: kvlb binds the VIPs itself");
+            state.degrade("datapath", why);
+            Ok(None)
+        }
+    }
+}
+
+fn start_proxy(config: &Config, state: &Arc<State>) -> Result<Proxy> {
+    let settings = proxy::Config {
+        threads: config.threads,
+        io: config.io,
+        decision_budget: config.kv.decision_budget,
+        ..proxy::Config::default()
+    };
+    let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug));
+    let meter: Arc<dyn proxy::Meter> = Arc::new(ProxyMeter::new(Arc::clone(&state.metrics)));
+    Proxy::start(settings, &desk, &meter).context("start the data threads")
+}
+
+/// Says what was started: on the terminal for people, in the log for machines, and as a metric.
+#[expect(clippy::print_stdout, reason = "the operator who starts kvlb is told what it does")]
+fn announce(about: &About, metrics: &Metrics) {
+    let version = env!("CARGO_PKG_VERSION");
+    println!(
+        "kvlb {version}: datapath {}, io {}, {} data thread{}, API http://{}",
+        about.datapath,
+        about.io,
+        about.threads,
+        if about.threads == 1 { "" } else { "s" },
+        about.api
+    );
+    metrics.build_info.with_label_values(&[version, about.datapath.as_str(), about.io.as_str()]).set(1);
+    tracing::info!(version, datapath = about.datapath, io = about.io, threads = about.threads, api = %about.api, "started");
+}
+
+/// A proxy needs a descriptor per connection and side: the soft limit of 1024 would be the first thing to run out.
+fn raise_file_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(soft, hard)| if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) });
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the limit of open files could not be raised");
+    }
+}

@@ -1,0 +1,156 @@
+//! Keeps the kernel's maps in step with the rules and with who is up.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::clock;
+use crate::fleet::{Admin, Breaker, Condition, Probe};
+use crate::kernel::{EndpointState, Kernel, NoEndpoint, Phase, Vip, VipEndpoint};
+use crate::state::{Endpoint, State, Table};
+
+/// The name of the degraded state in which the kernel does not know what it should.
+const DEGRADED: &str = "kernel_sync";
+/// Failed writes are tried again after this, also when nothing changed.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// Writes every change of rules and conditions to the kernel, for ever. A VIP whose last rule is gone keeps its route for
+/// `linger`, so that connections that are still open can end.
+pub(super) async fn keep_steering(kernel: Arc<Mutex<Kernel>>, state: Arc<State>, linger: Duration) {
+    let (mut rules, mut conditions) = (state.watch_rules(), state.watch_conditions());
+    let mut leaving = Leaving::default();
+    loop {
+        let version = *rules.borrow_and_update();
+        conditions.mark_unchanged();
+        sync(&kernel, &state, &mut leaving, linger);
+        state.datapath_serves(Some(version));
+        let changed = async {
+            tokio::select! {
+                changed = rules.changed() => changed,
+                changed = conditions.changed() => changed,
+            }
+        };
+        if let Ok(Err(_closed)) = tokio::time::timeout(AGAIN, changed).await {
+            return;
+        }
+    }
+}
+
+/// Writes what holds now.
+pub(super) fn sync(kernel: &Mutex<Kernel>, state: &State, leaving: &mut Leaving, linger: Duration) {
+    let wanted = leaving.with(vips(&state.table()), clock::now(), linger);
+    let done = kernel.lock().sync(&wanted);
+    match done {
+        Ok(()) => state.recovered(DEGRADED),
+        Err(error) => {
+            tracing::error!(error = &error as &dyn std::error::Error, "could not write to the kernel's maps");
+            state.degrade(DEGRADED, error.to_string());
+        }
+    }
+}
+
+/// VIPs whose rules are gone, until their connections have had time to end.
+#[derive(Debug, Default)]
+pub(super) struct Leaving {
+    served: BTreeSet<SocketAddr>,
+    until: BTreeMap<SocketAddr, Instant>,
+}
+
+impl Leaving {
+    /// `serving` and those that are leaving.
+    fn with(&mut self, mut serving: Vec<Vip>, now: Instant, linger: Duration) -> Vec<Vip> {
+        let here: BTreeSet<_> = serving.iter().map(|vip| SocketAddr::new(vip.addr, vip.port)).collect();
+        for gone in self.served.difference(&here) {
+            self.until.insert(*gone, now + linger);
+        }
+        self.until.retain(|at, until| *until > now && !here.contains(at));
+        serving.extend(self.until.keys().map(|at| Vip {
+            addr: at.ip(),
+            port: at.port(),
+            rules: Vec::new(),
+            endpoints: Vec::new(),
+            no_endpoint: NoEndpoint::Proxy,
+            phase: Phase::Draining,
+        }));
+        self.served = here;
+        serving
+    }
+}
+
+/// Every address and port that rules serve, with the endpoints of all its rules.
+fn vips(table: &Table) -> Vec<Vip> {
+    let mut all: BTreeMap<SocketAddr, Vip> = BTreeMap::new();
+    for service in table.services() {
+        let key = &service.rule().key;
+        let endpoints: Vec<_> = service.endpoints.iter().filter_map(seen_by_kernel).collect();
+        for port in key.ports.iter() {
+            let vip = all.entry(SocketAddr::new(key.vip, port)).or_insert_with(|| Vip {
+                addr: key.vip,
+                port,
+                rules: Vec::new(),
+                endpoints: Vec::new(),
+                no_endpoint: NoEndpoint::Proxy,
+                phase: Phase::Serving,
+            });
+            vip.rules.push(service.rule().id.0);
+            vip.endpoints.extend_from_slice(&endpoints);
+        }
+    }
+    all.into_values().collect()
+}
+
+/// An endpoint as the kernel's map shows it; `None` until its name is resolved.
+fn seen_by_kernel(endpoint: &Endpoint) -> Option<VipEndpoint> {
+    let address = *endpoint.addresses().first()?;
+    Some(VipEndpoint {
+        addr: address.ip(),
+        port: address.port(),
+        state: state_of(endpoint.condition()),
+        weight: u32::from(endpoint.spec.weight),
+    })
+}
+
+fn state_of(condition: Condition) -> EndpointState {
+    match condition {
+        Condition { admin: Admin::Down, .. } => EndpointState::AdminDown,
+        Condition { admin: Admin::Draining, .. } => EndpointState::Draining,
+        Condition { probe: Probe::Down, .. } => EndpointState::ProbeDown,
+        Condition { breaker: Breaker::Open, .. } => EndpointState::BreakerOpen,
+        Condition { probe: Probe::Unknown, .. } => EndpointState::Unknown,
+        Condition { probe: Probe::Up, .. } => EndpointState::Up,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vip(port: u16) -> Vip {
+        Vip {
+            addr: [127, 0, 0, 1].into(),
+            port,
+            rules: vec![1],
+            endpoints: Vec::new(),
+            no_endpoint: NoEndpoint::Proxy,
+            phase: Phase::Serving,
+        }
+    }
+
+    #[test]
+    fn a_vip_whose_rules_are_gone_drains_for_a_while_and_comes_back_when_it_is_served_again() {
+        let (mut leaving, start, linger) = (Leaving::default(), clock::now(), Duration::from_secs(30));
+        assert_eq!(leaving.with(vec![vip(1), vip(2)], start, linger).len(), 2);
+        let after = leaving.with(vec![vip(1)], start, linger);
+        assert_eq!(
+            after.iter().map(|v| (v.port, v.phase)).collect::<Vec<_>>(),
+            [(1, Phase::Serving), (2, Phase::Draining)]
+        );
+        let back = leaving.with(vec![vip(1), vip(2)], start, linger);
+        assert!(back.iter().all(|v| v.phase == Phase::Serving) && back.len() == 2);
+        leaving.with(vec![vip(1)], start, linger);
+        assert_eq!(leaving.with(vec![vip(1)], start + linger, linger).len(), 1);
+    }
+}

@@ -1,0 +1,309 @@
+//! Flags and environment become settings.
+//!
+//! Owns the flags of `kvlb up` ([`UpFlags`]) and of the client commands ([`ClientFlags`]), and what they mean together
+//! with the environment ([`Config`], [`Client`]). The only reader of either. Invariant: a [`Config`] that exists is
+//! valid; a value that is not is refused by the name of its flag or variable, with what is allowed.
+
+mod env;
+mod flags;
+mod kv;
+
+#[cfg(test)]
+mod tests;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub use env::{ConfigError, Env};
+pub use flags::{ClientFlags, UpFlags};
+pub use kv::{ColdStart, Kv, Relief};
+
+use env::Setting;
+
+use crate::proxy::Io;
+use crate::telemetry::LogFormat;
+
+/// LoxiLB's API port.
+const API_PORT: u16 = 11_111;
+/// More data threads than this are a slip of the finger: kvlb runs one per core.
+const THREADS_MAX: u64 = 1_024;
+/// Kubernetes kills a pod after 30 s unless told otherwise.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+/// A stream may take as long as LoxiLB's longest idle time.
+const DRAIN_TIMEOUT_MAX: Duration = Duration::from_hours(24);
+/// A client command gives up after this, as loxicmd.
+const CLIENT_TIMEOUT_SECONDS: u64 = 10;
+
+/// The settings of the daemon, room by room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Where the REST API listens.
+    pub api: SocketAddr,
+    /// Where rules are kept; `None`: in memory only.
+    pub state_dir: Option<PathBuf>,
+    /// Where tokenizers are staged.
+    pub tokenizer_dir: PathBuf,
+    /// How VIP traffic arrives.
+    pub datapath: Datapath,
+    /// Where the kernel maps are pinned.
+    pub pin_dir: PathBuf,
+    /// The I/O back end of data threads.
+    pub io: Io,
+    /// Data threads, at least one.
+    pub threads: usize,
+    /// How long streams may go on after SIGTERM.
+    pub drain_timeout: Duration,
+    /// How log lines look.
+    pub log_format: LogFormat,
+    /// Which log lines are written: a level, or a list of `target=level`.
+    pub log_level: String,
+    /// The KV tier.
+    pub kv: Kv,
+    /// `LLB_PD_PREFILL_TIMEOUT_SEC`, 30 s unless set.
+    pub prefill_timeout: Duration,
+    /// What an operator should know, for the log.
+    pub warnings: Vec<String>,
+}
+
+/// `--datapath`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Datapath {
+    /// Through the kernel where allowed, else as `None`.
+    #[default]
+    Auto,
+    /// kvlb binds the VIPs itself.
+    None,
+}
+
+impl Config {
+    /// The settings of the daemon. `cores` are those that it may run on.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for the first value that is not allowed.
+    pub fn new(flags: &UpFlags, env: &Env, cores: usize) -> Result<Self, ConfigError> {
+        let both = Both { env };
+        let path = |flag: Option<&Path>, variable, default: &str| both.path(flag, variable, default);
+        Ok(Self {
+            api: both.text("--api", flags.api.as_ref(), "KVLB_API")?.map_or_else(|| Ok(api_default()), |s| api(&s))?,
+            state_dir: state_dir(flags, &both)?,
+            tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", "/etc/loxilb/tokenizers")?,
+            datapath: both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?,
+            pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", "/sys/fs/bpf/kvlb")?,
+            io: both.word("--io", flags.io.as_ref(), "KVLB_IO", &IOS)?,
+            threads: threads(both.text("--threads", flags.threads.as_ref(), "KVLB_THREADS")?, cores)?,
+            drain_timeout: both
+                .text("--drain-timeout", flags.drain_timeout.as_ref(), "KVLB_DRAIN_TIMEOUT")?
+                .map_or(Ok(DRAIN_TIMEOUT), |setting| duration(&setting))?,
+            log_format: both.word("--log-format", flags.log_format.as_ref(), "KVLB_LOG_FORMAT", &LOG_FORMATS)?,
+            log_level: both
+                .text("--log-level", flags.log_level.as_ref(), "KVLB_LOG_LEVEL")?
+                .map_or_else(|| Ok("info".to_owned()), |setting| log_level(&setting))?,
+            kv: Kv::read(
+                env,
+                both.text("--decision-budget-ms", flags.decision_budget_ms.as_ref(), "KVLB_DECISION_BUDGET_MS")?,
+            )?,
+            prefill_timeout: Duration::from_secs(
+                env.setting("LLB_PD_PREFILL_TIMEOUT_SEC")?.map_or(Ok(30), |setting| setting.number(1, 86_400))?,
+            ),
+            warnings: warnings(env),
+        })
+    }
+}
+
+const DATAPATHS: [(&str, Datapath); 2] = [("auto", Datapath::Auto), ("none", Datapath::None)];
+const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll", Io::Epoll)];
+const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
+
+/// The twins of the flags.
+const TWINS: [&str; 14] = [
+    "KVLB_API",
+    "KVLB_TOKENIZER_DIR",
+    "KVLB_STATE_DIR",
+    "KVLB_NO_STATE",
+    "KVLB_DATAPATH",
+    "KVLB_PIN_DIR",
+    "KVLB_IO",
+    "KVLB_THREADS",
+    "KVLB_DRAIN_TIMEOUT",
+    "KVLB_DECISION_BUDGET_MS",
+    "KVLB_LOG_FORMAT",
+    "KVLB_LOG_LEVEL",
+    "KVLB_APISERVER",
+    "KVLB_APIPORT",
+];
+
+/// A flag, else its twin.
+struct Both<'e> {
+    env: &'e Env,
+}
+
+impl<'e> Both<'e> {
+    fn text<'a>(
+        &self,
+        flag: &'static str,
+        given: Option<&'a String>,
+        variable: &'static str,
+    ) -> Result<Option<Setting<'a>>, ConfigError>
+    where
+        'e: 'a,
+    {
+        match given {
+            Some(value) => Ok(Some(Setting { name: flag, value })),
+            None => self.env.setting(variable),
+        }
+    }
+
+    fn word<T: Copy + Default>(
+        &self,
+        flag: &'static str,
+        given: Option<&String>,
+        variable: &'static str,
+        words: &[(&str, T)],
+    ) -> Result<T, ConfigError> {
+        self.text(flag, given, variable)?.map_or_else(|| Ok(T::default()), |setting| setting.word(words))
+    }
+
+    fn path(&self, given: Option<&Path>, variable: &'static str, default: &str) -> Result<PathBuf, ConfigError> {
+        if let Some(path) = given {
+            return Ok(path.to_owned());
+        }
+        Ok(PathBuf::from(self.env.setting(variable)?.map_or(default, |setting| setting.value)))
+    }
+}
+
+fn api_default() -> SocketAddr {
+    SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), API_PORT)
+}
+
+fn api(setting: &Setting<'_>) -> Result<SocketAddr, ConfigError> {
+    setting
+        .value
+        .trim()
+        .parse()
+        .map_err(|_error| setting.bad("an address and a port, as 127.0.0.1:11111 or [::1]:11111"))
+}
+
+fn state_dir(flags: &UpFlags, both: &Both<'_>) -> Result<Option<PathBuf>, ConfigError> {
+    if flags.no_state && flags.state_dir.is_some() {
+        return Err(ConfigError::Both("--no-state", "--state-dir"));
+    }
+    let none = || both.env.setting("KVLB_NO_STATE")?.map_or(Ok(false), |setting| setting.switch());
+    if flags.no_state || (flags.state_dir.is_none() && none()?) {
+        return Ok(None);
+    }
+    both.path(flags.state_dir.as_deref(), "KVLB_STATE_DIR", "/var/lib/kvlb").map(Some)
+}
+
+/// One data thread per core, with one core left to events and control where there are enough.
+fn threads(setting: Option<Setting<'_>>, cores: usize) -> Result<usize, ConfigError> {
+    let default = if cores >= 4 { cores - 1 } else { cores.max(1) };
+    let Some(setting) = setting else { return Ok(default) };
+    Ok(usize::try_from(setting.number(1, THREADS_MAX)?).unwrap_or(default))
+}
+
+fn duration(setting: &Setting<'_>) -> Result<Duration, ConfigError> {
+    let text = setting.value.trim();
+    let (digits, unit_ms) = match text.find(|c: char| !c.is_ascii_digit()).map(|at| text.split_at(at)) {
+        None => (text, Some(1_000)),
+        Some((digits, "ms")) => (digits, Some(1)),
+        Some((digits, "s")) => (digits, Some(1_000)),
+        Some((digits, "m")) => (digits, Some(60_000)),
+        Some((digits, "h")) => (digits, Some(3_600_000)),
+        Some((digits, _)) => (digits, None),
+    };
+    let millis = digits.parse().ok().zip(unit_ms).and_then(|(n, unit): (u64, u64)| n.checked_mul(unit));
+    millis
+        .map(Duration::from_millis)
+        .filter(|time| *time <= DRAIN_TIMEOUT_MAX)
+        .ok_or_else(|| setting.bad("0 to 24h, in seconds or as 500ms, 30s, 2m, 1h"))
+}
+
+fn log_level(setting: &Setting<'_>) -> Result<String, ConfigError> {
+    const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+    let text = setting.value.trim();
+    let level = |text: &str| LEVELS.contains(&text.to_ascii_lowercase().as_str());
+    let directive = |part: &str| match part.split_once('=') {
+        Some((target, part)) => !target.is_empty() && level(part),
+        None => level(part),
+    };
+    let readable = text.split(',').all(|part| directive(part.trim()));
+    if readable && tracing_subscriber::EnvFilter::try_new(text).is_ok() {
+        return Ok(text.to_owned());
+    }
+    Err(setting.bad(format!("{}, or a list as info,kvlb::ingest=debug", LEVELS.join(", "))))
+}
+
+fn warnings(env: &Env) -> Vec<String> {
+    let mut warnings = Kv::warnings(env);
+    let known: Vec<&str> = TWINS
+        .into_iter()
+        .chain(kv::SERVED)
+        .chain(kv::CHECKED_ONLY.map(|(name, _)| name))
+        .chain(kv::NOT_SERVED.map(|(name, _)| name))
+        .collect();
+    for name in env.names().filter(|name| is_ours(name) && !known.contains(name)) {
+        let hint = nearest(name, &known).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+        warnings.push(format!("{name} is no variable of kvlb{hint}"));
+    }
+    warnings
+}
+
+/// Kubernetes puts `KVLB_SERVICE_HOST`, `KVLB_PORT` and their like into every pod beside a service named `kvlb`.
+fn is_ours(name: &str) -> bool {
+    let ours = ["KVLB_", "LLB_KV_", "LLB_PD_", "LOXILB_KV_"].iter().any(|prefix| name.starts_with(prefix));
+    ours && !name.contains("_SERVICE_") && !name.contains("_PORT_") && !name.ends_with("_PORT")
+}
+
+fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
+    const SLIPS_MAX: usize = 3;
+    let distances = known.iter().map(|known| (strsim::damerau_levenshtein(name, known), *known));
+    distances.min().filter(|(slips, _)| *slips <= SLIPS_MAX).map(|(_, known)| known)
+}
+
+/// How a client command reaches the API.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Client {
+    /// The API, as `http://127.0.0.1:11111`.
+    pub url: String,
+    /// How long to wait for an answer.
+    pub timeout: Duration,
+    /// Sent as a bearer token.
+    pub token: Option<String>,
+}
+
+impl Client {
+    /// The settings of a client command.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for the first value that is not allowed.
+    pub fn new(flags: &ClientFlags, env: &Env) -> Result<Self, ConfigError> {
+        let both = Both { env };
+        let host = both.text("--apiserver", flags.apiserver.as_ref(), "KVLB_APISERVER")?;
+        let port = both.text("--port", flags.port.as_ref(), "KVLB_APIPORT")?;
+        let port = port.map_or_else(|| Ok(API_PORT.into()), |setting| setting.number(1, 65_535))?;
+        let host = host.map_or_else(|| Ok("127.0.0.1".to_owned()), |setting| api_host(&setting))?;
+        if flags.protocol.as_deref() == Some("https") {
+            let setting = Setting { name: "--protocol", value: "https" };
+            return Err(setting.bad("http (TLS is not served yet; reach the API through a tunnel)"));
+        }
+        let timeout = flags.timeout.as_ref().map(|value| Setting { name: "--timeout", value });
+        Ok(Self {
+            url: format!("http://{host}:{port}"),
+            timeout: Duration::from_secs(
+                timeout.map_or(Ok(CLIENT_TIMEOUT_SECONDS), |setting| setting.number(1, 3_600))?,
+            ),
+            token: flags.token.clone(),
+        })
+    }
+}
+
+fn api_host(setting: &Setting<'_>) -> Result<String, ConfigError> {
+    let text = setting.value.trim();
+    let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
+    if let Ok(address) = bare.parse::<IpAddr>() {
+        return Ok(SocketAddr::new(address, 0).to_string().trim_end_matches(":0").to_owned());
+    }
+    let name = !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_'));
+    if name { Ok(text.to_owned()) } else { Err(setting.bad("an address or a name, without port (see --port)")) }
+}

@@ -1,0 +1,241 @@
+//! Flags and variables, one by one.
+
+use super::*;
+use crate::contract::NoneSeed;
+use crate::policy::{Blend, Settings};
+
+fn with_env<'a>(variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Config, ConfigError> {
+    Config::new(&UpFlags::default(), &Env::of(variables), 2)
+}
+
+#[test]
+fn nothing_set_is_the_documented_default() {
+    let config = with_env([]).unwrap();
+    let expected = Config {
+        api: "127.0.0.1:11111".parse().unwrap(),
+        state_dir: Some("/var/lib/kvlb".into()),
+        tokenizer_dir: "/etc/loxilb/tokenizers".into(),
+        datapath: Datapath::Auto,
+        pin_dir: "/sys/fs/bpf/kvlb".into(),
+        io: Io::Auto,
+        threads: 2,
+        drain_timeout: Duration::from_secs(30),
+        log_format: LogFormat::Text,
+        log_level: "info".to_owned(),
+        kv: Kv {
+            none_seed: NoneSeed::Unset,
+            hash_debug: false,
+            min_match_tokens: 16,
+            settings: Settings::default(),
+            relief: Relief::Auto,
+            max_blocks: None,
+            replay_offset: Some(1000),
+            decision_budget: Duration::from_millis(20),
+            cold_start: ColdStart { every: 16, min_blocks: 16 },
+        },
+        prefill_timeout: Duration::from_secs(30),
+        warnings: Vec::new(),
+    };
+    assert_eq!(config, expected);
+}
+
+#[test]
+fn a_core_is_left_to_the_rest_from_four_up() {
+    let threads = |cores| Config::new(&UpFlags::default(), &Env::default(), cores).map(|config| config.threads);
+    assert_eq!([0, 1, 2, 3, 4, 16].map(threads), [1, 1, 2, 3, 3, 15].map(Ok));
+}
+
+#[test]
+fn every_flag_has_a_twin_and_wins_over_it() {
+    let env = Env::of([
+        ("KVLB_API", "[::1]:1"),
+        ("KVLB_TOKENIZER_DIR", "/t"),
+        ("KVLB_STATE_DIR", "/s"),
+        ("KVLB_DATAPATH", "none"),
+        ("KVLB_PIN_DIR", "/p"),
+        ("KVLB_IO", "uring"),
+        ("KVLB_THREADS", "7"),
+        ("KVLB_DRAIN_TIMEOUT", "2m"),
+        ("KVLB_DECISION_BUDGET_MS", "5"),
+        ("KVLB_LOG_FORMAT", "json"),
+        ("KVLB_LOG_LEVEL", "warn,kvlb::ingest=debug"),
+    ]);
+    let by_env = Config::new(&UpFlags::default(), &env, 2).unwrap();
+    assert_eq!((by_env.api.to_string().as_str(), by_env.threads), ("[::1]:1", 7));
+    assert_eq!((&by_env.tokenizer_dir, &by_env.pin_dir), (&PathBuf::from("/t"), &PathBuf::from("/p")));
+    assert_eq!(by_env.state_dir, Some(PathBuf::from("/s")));
+    assert_eq!((by_env.datapath, by_env.io, by_env.log_format), (Datapath::None, Io::Uring, LogFormat::Json));
+    assert_eq!((by_env.drain_timeout, by_env.kv.decision_budget), (Duration::from_mins(2), Duration::from_millis(5)));
+    assert_eq!(by_env.log_level, "warn,kvlb::ingest=debug");
+    assert!(by_env.warnings.is_empty());
+
+    let text = |text: &str| Some(text.to_owned());
+    let flags = UpFlags {
+        api: text("127.0.0.1:2"),
+        tokenizer_dir: Some("/u".into()),
+        state_dir: None,
+        no_state: true,
+        datapath: text("auto"),
+        pin_dir: Some("/q".into()),
+        io: text("epoll"),
+        threads: text("1"),
+        drain_timeout: text("500ms"),
+        decision_budget_ms: text("9"),
+        log_format: text("text"),
+        log_level: text("debug"),
+    };
+    let by_flag = Config::new(&flags, &env, 2).unwrap();
+    assert_eq!((by_flag.api.port(), by_flag.threads, by_flag.state_dir), (2, 1, None));
+    assert_eq!((&by_flag.tokenizer_dir, &by_flag.pin_dir), (&PathBuf::from("/u"), &PathBuf::from("/q")));
+    assert_eq!((by_flag.datapath, by_flag.io, by_flag.log_format), (Datapath::Auto, Io::Epoll, LogFormat::Text));
+    assert_eq!(
+        (by_flag.drain_timeout, by_flag.kv.decision_budget),
+        (Duration::from_millis(500), Duration::from_millis(9))
+    );
+    assert_eq!(by_flag.log_level, "debug");
+}
+
+#[test]
+fn a_state_directory_by_flag_wins_over_no_state_by_variable() {
+    let env = Env::of([("KVLB_NO_STATE", "1")]);
+    assert_eq!(Config::new(&UpFlags::default(), &env, 2).map(|c| c.state_dir), Ok(None));
+    let flags = UpFlags { state_dir: Some("/s".into()), ..UpFlags::default() };
+    assert_eq!(Config::new(&flags, &env, 2).map(|c| c.state_dir), Ok(Some("/s".into())));
+    let both = UpFlags { no_state: true, ..flags };
+    assert!(matches!(Config::new(&both, &env, 2), Err(ConfigError::Both(..))));
+}
+
+#[test]
+fn the_documents_variables_have_their_effect() {
+    let config = with_env([
+        ("LLB_KV_NONE_HASH_SEED", "0"),
+        ("LLB_KV_HASH_DEBUG", "1"),
+        ("LLB_KV_MIN_MATCH_TOKENS", "0"),
+        ("LOXILB_KV_LB_MODE", "off"),
+        ("LOXILB_KV_MEAN_LOAD_FACTOR", "120"),
+        ("LOXILB_KV_SPILL_RELIEF", "no"),
+        ("LOXILB_KV_MAX_BLOCKS", "1000"),
+        ("LLB_KV_REPLAY_PORT_OFFSET", "0"),
+        ("LOXILB_KV_COLDSTART_SEED_N", "0"),
+        ("LOXILB_KV_COLDSTART_MIN_BLOCKS", "0"),
+        ("LLB_PD_PREFILL_TIMEOUT_SEC", "180"),
+    ])
+    .unwrap();
+    let kv = &config.kv;
+    assert_eq!((&kv.none_seed, kv.hash_debug, kv.min_match_tokens), (&NoneSeed::Text("0".to_owned()), true, 0));
+    assert_eq!((kv.settings.blend, kv.settings.mean_load_factor), (Blend::Off, 120));
+    assert_eq!(
+        (kv.relief, kv.relief.forced(), kv.max_blocks, kv.replay_offset),
+        (Relief::Off, Some(false), Some(1000), None)
+    );
+    assert_eq!(kv.cold_start, ColdStart { every: 0, min_blocks: 1 });
+    assert_eq!(config.prefill_timeout, Duration::from_mins(3));
+    assert_eq!(config.warnings.len(), 3, "{:?}", config.warnings);
+}
+
+#[test]
+fn the_seed_is_text_and_empty_is_not_unset() {
+    let seed = |text| with_env([("LLB_KV_NONE_HASH_SEED", text)]).map(|config| config.kv.none_seed);
+    for text in ["", "0", "00", "random", " 0"] {
+        assert_eq!(seed(text), Ok(NoneSeed::Text(text.to_owned())));
+    }
+    let warnings = with_env([("LLB_KV_NONE_HASH_SEED", "abc")]).unwrap().warnings;
+    assert!(warnings[0].contains("LLB_KV_NONE_HASH_SEED is \"abc\""));
+}
+
+#[test]
+fn a_bad_value_is_refused_by_name_with_what_is_allowed() {
+    for (name, value, allowed) in [
+        ("KVLB_API", "11111", "127.0.0.1:11111"),
+        ("KVLB_API", "localhost:11111", "127.0.0.1:11111"),
+        ("KVLB_API", "127.0.0.1:70000", "127.0.0.1:11111"),
+        ("KVLB_DATAPATH", "xdp", "auto, none"),
+        ("KVLB_IO", "io_uring", "auto, uring, epoll"),
+        ("KVLB_THREADS", "0", "1 to 1024"),
+        ("KVLB_THREADS", "two", "1 to 1024"),
+        ("KVLB_THREADS", "-1", "1 to 1024"),
+        ("KVLB_DRAIN_TIMEOUT", "30 seconds", "500ms"),
+        ("KVLB_DRAIN_TIMEOUT", "25h", "0 to 24h"),
+        ("KVLB_DRAIN_TIMEOUT", "99999999999999999999s", "0 to 24h"),
+        ("KVLB_DRAIN_TIMEOUT", "-1", "0 to 24h"),
+        ("KVLB_DECISION_BUDGET_MS", "0", "1 to 10000"),
+        ("KVLB_LOG_FORMAT", "xml", "text, json"),
+        ("KVLB_LOG_LEVEL", "loud", "debug"),
+        ("KVLB_LOG_LEVEL", "kvlb=", "debug"),
+        ("KVLB_NO_STATE", "maybe", "true"),
+        ("LLB_KV_HASH_DEBUG", "2", "1, true"),
+        ("LLB_KV_MIN_MATCH_TOKENS", "4097", "0 to 4096"),
+        ("LLB_KV_MIN_MATCH_TOKENS", "-1", "0 to 4096"),
+        ("LOXILB_KV_LB_MODE", "hardest", "off, hard"),
+        ("LOXILB_KV_LB_MODE", "soft", "not served yet"),
+        ("LOXILB_KV_LB_MODE", "adaptive-soft", "not served yet"),
+        ("LOXILB_KV_MEAN_LOAD_FACTOR", "99", "100 to 1000"),
+        ("LOXILB_KV_MEAN_LOAD_FACTOR", "1001", "100 to 1000"),
+        ("LOXILB_KV_SPILL_RELIEF", "sometimes", "auto"),
+        ("LOXILB_KV_MAX_BLOCKS", "999", "1000 to 100000000"),
+        ("LOXILB_KV_MAX_BLOCKS", "100000001", "1000 to 100000000"),
+        ("LLB_KV_REPLAY_PORT_OFFSET", "65535", "0 to 65534"),
+        ("LOXILB_KV_COLDSTART_SEED_N", "x", "0 to 1000000"),
+        ("LOXILB_KV_COLDSTART_MIN_BLOCKS", "1.5", "0 to 100000000"),
+        ("LLB_PD_PREFILL_TIMEOUT_SEC", "0", "1 to 86400"),
+    ] {
+        let error = with_env([(name, value)]).map_err(|error| error.to_string());
+        let named =
+            |text: &String| text.starts_with(&format!("{name} is {value:?}; allowed: ")) && text.contains(allowed);
+        assert!(error.as_ref().is_err_and(named), "{name}={value}: {error:?}");
+    }
+    let flags = UpFlags { threads: Some("0".to_owned()), ..UpFlags::default() };
+    let error = Config::new(&flags, &Env::of([("KVLB_THREADS", "4")]), 2).map_err(|error| error.to_string());
+    assert_eq!(error, Err("--threads is \"0\"; allowed: 1 to 1024".to_owned()));
+}
+
+#[test]
+fn an_empty_variable_is_an_unset_one_except_the_seed() {
+    let config = with_env([("KVLB_IO", ""), ("KVLB_THREADS", ""), ("LOXILB_KV_LB_MODE", ""), ("KVLB_NO_STATE", "")]);
+    assert_eq!(config, with_env([]));
+}
+
+#[test]
+fn misspelt_and_unserved_variables_are_told() {
+    let warnings = with_env([
+        ("KVLB_THREDS", "3"),
+        ("LLB_KV_NON_HASH_SEED", "0"),
+        ("LOXILB_KV_LOAD_PENALTY", "32"),
+        ("KVLB_PORT", "tcp://10.0.0.1:80"),
+        ("KVLB_PORT_80_TCP_ADDR", "10.0.0.1"),
+        ("KVLB_SERVICE_HOST", "10.0.0.1"),
+        ("LLB_HOME", "/"),
+        ("PATH", "/bin"),
+    ])
+    .unwrap()
+    .warnings;
+    assert_eq!(
+        warnings,
+        [
+            "LOXILB_KV_LOAD_PENALTY has no effect: it belongs to the soft blends, which are not served yet",
+            "KVLB_THREDS is no variable of kvlb; did you mean KVLB_THREADS?",
+            "LLB_KV_NON_HASH_SEED is no variable of kvlb; did you mean LLB_KV_NONE_HASH_SEED?",
+        ]
+    );
+}
+
+#[test]
+fn a_client_reaches_the_api_where_flags_and_variables_say() {
+    let url = |flags: &ClientFlags, env: &[(&'static str, &'static str)]| {
+        Client::new(flags, &Env::of(env.iter().copied())).map(|client| client.url).map_err(|error| error.to_string())
+    };
+    let server = |host: &str| ClientFlags { apiserver: Some(host.to_owned()), ..ClientFlags::default() };
+    assert_eq!(url(&ClientFlags::default(), &[]), Ok("http://127.0.0.1:11111".to_owned()));
+    assert_eq!(url(&server("lb.example"), &[]), Ok("http://lb.example:11111".to_owned()));
+    assert_eq!(url(&server("::1"), &[]), Ok("http://[::1]:11111".to_owned()));
+    assert_eq!(url(&server("[::1]"), &[("KVLB_APIPORT", "9")]), Ok("http://[::1]:9".to_owned()));
+    assert_eq!(url(&ClientFlags::default(), &[("KVLB_APISERVER", "10.0.0.1")]), Ok("http://10.0.0.1:11111".to_owned()));
+    // Set by Kubernetes beside a service named kvlb, and not meant for us.
+    assert_eq!(url(&ClientFlags::default(), &[("KVLB_PORT", "tcp://1.1.1.1:80")]), url(&ClientFlags::default(), &[]));
+    assert!(url(&server("10.0.0.1:11111"), &[]).is_err_and(|text| text.contains("--port")));
+    assert!(url(&server(""), &[]).is_err());
+    let port = ClientFlags { port: Some("0".to_owned()), ..ClientFlags::default() };
+    assert!(url(&port, &[]).is_err_and(|text| text == "--port is \"0\"; allowed: 1 to 65535"));
+    let tls = ClientFlags { protocol: Some("https".to_owned()), ..ClientFlags::default() };
+    assert!(url(&tls, &[]).is_err_and(|text| text.contains("TLS is not served yet")));
+}

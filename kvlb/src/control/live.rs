@@ -1,0 +1,132 @@
+//! What the API shows that changes while traffic flows.
+
+use serde::Serialize;
+
+use crate::contract::BlockHash;
+use crate::fleet::RuleId;
+
+/// The source of everything that is shown and not written by an operator. Calls may compute, so they are made off the
+/// API's own threads.
+pub trait Live: Send + Sync {
+    /// One endpoint of a rule, by its position; `None` where the rule is not in force, or has no such endpoint.
+    fn endpoint(&self, rule: RuleId, position: usize) -> Option<EndpointView>;
+
+    /// The blocks that an endpoint holds; `None` where it is not subscribed.
+    fn inventory(&self, rule: RuleId, position: usize) -> Option<Inventory>;
+
+    /// What would become of a request; `None` where the rule is not in force.
+    fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation>;
+
+    /// What an operator should know of a rule that traffic has shown, in words.
+    fn notes(&self, rule: RuleId) -> Vec<String>;
+
+    /// All metrics, as Prometheus text.
+    fn metrics(&self) -> String;
+
+    /// What does not work as it should, and why.
+    fn degraded(&self) -> Vec<(String, String)>;
+}
+
+/// One endpoint now.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EndpointView {
+    /// `fleet::Condition::label`.
+    pub state: &'static str,
+    /// Requests sent there since it was added.
+    pub requests: u64,
+    /// Bytes of answers relayed from there.
+    pub bytes: u64,
+    /// Requests in flight.
+    pub load: u32,
+    /// Its inventory and contract; `None` where the rule does not subscribe it.
+    pub kv: Option<KvView>,
+}
+
+/// An endpoint's `kvStatus`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct KvView {
+    /// `unverified`, `verified`, `proved_by_request` or `mismatch`.
+    pub contract: String,
+    /// The part of the contract that is broken; null unless it is a mismatch.
+    pub leg: Option<String>,
+    /// What to do about it, or what it was found by.
+    pub detail: Option<String>,
+    /// `parity` or `rehash`.
+    pub keying: String,
+    /// Blocks held now.
+    pub blocks: u64,
+    /// Whether the event socket is up, on all ranks.
+    pub connected: bool,
+    /// `pending`, `applied`, `unavailable` or `off`.
+    pub replay: String,
+    /// The last event batch's number; null before the first.
+    pub sequence: Option<u64>,
+    /// Milliseconds since the last event batch; null before the first.
+    pub last_event_age_ms: Option<u64>,
+    /// Holes in the numbers so far.
+    pub gaps: u64,
+    /// New lives of the engine so far.
+    pub restarts: u64,
+}
+
+/// The blocks that an endpoint holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inventory {
+    /// The engine's names of them.
+    pub names: Vec<BlockHash>,
+    /// `parity` or `rehash`.
+    pub keying: &'static str,
+}
+
+/// A request to be explained.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// Its path, as `/v1/chat/completions`.
+    pub path: &'a str,
+    /// `X-Model`.
+    pub model: Option<&'a str>,
+    /// Its body.
+    pub body: &'a [u8],
+}
+
+/// What would become of a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Explanation {
+    /// The tier that chose.
+    pub tier: String,
+    /// Why the KV tier did not; null where it did.
+    pub reason: Option<String>,
+    /// More on the reason.
+    pub detail: Option<String>,
+    /// Where the request would go; null where nobody is eligible.
+    pub endpoint: Option<usize>,
+    /// The prompts of the request.
+    pub prompts: Vec<PromptView>,
+    /// What was known of every endpoint.
+    pub candidates: Vec<CandidateView>,
+}
+
+/// One prompt of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct PromptView {
+    /// Its tokens.
+    pub tokens: usize,
+    /// Its full blocks.
+    pub blocks: usize,
+}
+
+/// What was known of an endpoint when it was compared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CandidateView {
+    /// Its position in the rule.
+    pub ep_idx: usize,
+    /// The leading run that its engine can use, in blocks.
+    pub depth: u32,
+    /// Blocks of the prompt that it holds anywhere.
+    pub count: u32,
+    /// Requests in flight there.
+    pub load: u32,
+    /// Whether it may be asked.
+    pub eligible: bool,
+}

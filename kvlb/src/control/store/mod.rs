@@ -1,0 +1,326 @@
+//! The authoritative list of rules.
+//!
+//! Owns the rules as operators wrote them, their numbers, and their copy on disk. Every change goes through one writer:
+//! checked, written durably, put in force, answered, in this order. A change that cannot be written is not in force.
+//! Readers take a snapshot and never wait for the disk. Numbers are never given out twice in one state directory.
+
+mod change;
+mod file;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use serde_json::{Map, Value};
+
+pub use change::{Change, Done, Select};
+pub use file::StoreError;
+
+use file::{Document, Kept, RulesFile};
+
+use super::Problem;
+use super::wire::Body;
+use crate::fleet::{Rule, RuleId, RuleKey};
+
+/// Rules of one kvlb: each may have several of the ports below.
+pub(crate) const RULES_MAX: usize = 1_024;
+/// Addresses and ports of all rules: the kernel's table holds 4096, and without the kernel each takes a socket per data
+/// thread.
+const VIP_PORTS_MAX: usize = 4_096;
+
+/// Where rules in force go.
+pub trait Publish: Send + Sync {
+    /// Puts `rules` in force in place of all that were.
+    fn publish(&self, rules: Vec<Arc<Rule>>);
+}
+
+impl<F: Fn(Vec<Arc<Rule>>) + Send + Sync> Publish for F {
+    fn publish(&self, rules: Vec<Arc<Rule>>) {
+        self(rules);
+    }
+}
+
+/// One rule, as it is kept.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// Its number.
+    pub id: RuleId,
+    /// The fields as they were sent.
+    pub json: Map<String, Value>,
+    /// The rule in force, or why there is none: a rule that an older version accepted may make no sense to this one. It
+    /// is kept, shown with its reason, and can be replaced or deleted.
+    pub rule: Result<Arc<Rule>, String>,
+    key: Option<RuleKey>,
+}
+
+impl Entry {
+    fn new(id: RuleId, body: &Body) -> Result<Self, Problem> {
+        let rule = Arc::new(body.rule(id)?);
+        Ok(Self { id, json: body.json().clone(), key: Some(rule.key.clone()), rule: Ok(rule) })
+    }
+
+    /// A rule from disk, in force or not.
+    fn kept(kept: Kept) -> Self {
+        let id = RuleId(kept.id);
+        let body = Body::from_json(&Value::Object(kept.body.clone()));
+        let key = body.as_ref().ok().and_then(|body| body.key().ok());
+        match body.and_then(|body| Self::new(id, &body)) {
+            Ok(entry) => entry,
+            Err(problem) => Self { id, json: kept.body, rule: Err(problem.to_string()), key },
+        }
+    }
+
+    /// What tells the rule from others; `None` for one that cannot even be read so far.
+    pub fn key(&self) -> Option<&RuleKey> {
+        self.key.as_ref()
+    }
+
+    /// Its free name.
+    pub fn name(&self) -> Option<&str> {
+        self.json.get("serviceArguments")?.get("name")?.as_str()
+    }
+
+    fn body(&self) -> Result<Body, Problem> {
+        Body::from_json(&Value::Object(self.json.clone()))
+    }
+}
+
+/// All rules at one moment, oldest first.
+pub type Entries = Arc<Vec<Arc<Entry>>>;
+
+/// The rules, in memory and on disk.
+pub struct Store {
+    entries: ArcSwap<Vec<Arc<Entry>>>,
+    writer: Mutex<Writer>,
+    publish: Box<dyn Publish>,
+    trouble: Vec<String>,
+}
+
+struct Writer {
+    /// `None`: rules live in memory only.
+    file: Option<RulesFile>,
+    next_id: u32,
+}
+
+impl Store {
+    /// Takes the state directory, and puts the rules that it holds in force. `None` keeps rules in memory only.
+    ///
+    /// # Errors
+    /// [`StoreError`] where the directory cannot be used, or holds rules that cannot be read.
+    pub fn open(dir: Option<&Path>, publish: impl Publish + 'static) -> Result<Self, StoreError> {
+        let file = dir.map(RulesFile::open).transpose()?;
+        let loaded = file.as_ref().map(RulesFile::load).transpose()?;
+        let mut trouble = Vec::new();
+        let (next_id, kept) = loaded.map_or((1, Vec::new()), |loaded| {
+            trouble.extend(loaded.recovered);
+            (loaded.document.next_id, loaded.document.rules)
+        });
+        let entries = refuse_misfits(kept.into_iter().map(Entry::kept).collect());
+        // A file edited by hand may name a number that is not given out yet.
+        let next_id = entries.iter().map(|e| e.id.0.saturating_add(1)).fold(next_id.max(1), u32::max);
+        trouble.extend(refusals(&entries));
+        for why in &trouble {
+            tracing::error!(why, "the state directory is not as it should be");
+        }
+        let store = Self {
+            entries: ArcSwap::from_pointee(entries),
+            writer: Mutex::new(Writer { file, next_id }),
+            publish: Box::new(publish),
+            trouble,
+        };
+        store.publish();
+        Ok(store)
+    }
+
+    /// All rules now.
+    pub fn entries(&self) -> Entries {
+        self.entries.load_full()
+    }
+
+    /// What was wrong with the state directory at the start, for the status; empty: nothing.
+    pub fn trouble(&self) -> &[String] {
+        &self.trouble
+    }
+
+    /// Makes one change. Blocks until the disk has it.
+    ///
+    /// # Errors
+    /// A [`Problem`] where the change makes no sense, or cannot be written; then nothing changed.
+    pub fn change(&self, change: &Change) -> Result<Done, Problem> {
+        let mut writer = self.writer.lock();
+        let before = self.entries();
+        let (after, done) = change::apply(&before, change, writer.next_id)?;
+        if let Some(after) = after {
+            writer.commit(&after, done.next_id)?;
+            self.entries.store(Arc::new(after));
+            self.publish();
+        }
+        Ok(done.done)
+    }
+
+    fn publish(&self) {
+        let rules = self.entries().iter().filter_map(|entry| entry.rule.as_ref().ok().cloned()).collect();
+        self.publish.publish(rules);
+    }
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Store").field("entries", &self.entries).field("trouble", &self.trouble).finish_non_exhaustive()
+    }
+}
+
+impl Writer {
+    fn commit(&mut self, entries: &[Arc<Entry>], next_id: u32) -> Result<(), Problem> {
+        if let Some(file) = &self.file {
+            let rules = entries.iter().map(|e| Kept { id: e.id.0, body: e.json.clone() }).collect();
+            file.save(&Document::new(next_id, rules)).map_err(|error| {
+                tracing::error!(%error, "a change of the rules could not be written");
+                Problem::NotDurable(error.to_string())
+            })?;
+        }
+        self.next_id = next_id;
+        Ok(())
+    }
+}
+
+/// A file edited by hand may hold two rules for the same requests, one number twice, or more ports than there may be: the
+/// first are in force.
+fn refuse_misfits(entries: Vec<Entry>) -> Vec<Arc<Entry>> {
+    let mut checked: Vec<Arc<Entry>> = Vec::with_capacity(entries.len());
+    for mut entry in entries {
+        let clash = checked.iter().find(|other| {
+            let keys = other.key.as_ref().zip(entry.key.as_ref());
+            other.id == entry.id || keys.is_some_and(|(a, b)| change::same_but_ports(a, b))
+        });
+        if let Some(other) = clash {
+            entry.rule = Err(format!("rule {} has its number or serves the same requests", other.id));
+        }
+        let in_force = checked.iter().map(AsRef::as_ref).chain([&entry]).filter(|entry| entry.rule.is_ok());
+        if change::vip_ports(in_force.filter_map(Entry::key)) > VIP_PORTS_MAX {
+            entry.rule = Err(format!("it and the rules before have more than {VIP_PORTS_MAX} VIP ports"));
+        }
+        checked.push(Arc::new(entry));
+    }
+    checked
+}
+
+fn refusals(entries: &[Arc<Entry>]) -> impl Iterator<Item = String> {
+    entries.iter().filter_map(|entry| {
+        let why = entry.rule.as_ref().err()?;
+        Some(format!("rule {} is kept but not in force: {why}", entry.id))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn body(port: u16, changes: Value) -> Body {
+        let mut service = json!({"externalIP": "127.0.0.9", "port": port, "mode": 4});
+        if let (Value::Object(service), Value::Object(changes)) = (&mut service, changes) {
+            service.extend(changes);
+        }
+        Body::from_json(&json!({
+            "serviceArguments": service,
+            "endpoints": [{"endpointIP": "127.0.0.1", "targetPort": 8000}],
+        }))
+        .unwrap()
+    }
+
+    fn put(store: &Store, port: u16) -> RuleId {
+        store.change(&Change::Post(Box::new(body(port, json!({}))))).unwrap().ids[0]
+    }
+
+    type Published = Arc<Mutex<Vec<Vec<u32>>>>;
+
+    fn open(dir: Option<&Path>) -> (Store, Published) {
+        let published = Published::default();
+        let seen = Arc::clone(&published);
+        let publish = move |rules: Vec<Arc<Rule>>| seen.lock().push(rules.iter().map(|rule| rule.id.0).collect());
+        (Store::open(dir, publish).unwrap(), published)
+    }
+
+    #[test]
+    fn rules_and_numbers_come_back_after_a_restart_and_no_number_comes_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, _) = open(Some(dir.path()));
+        assert_eq!((put(&store, 80), put(&store, 81)), (RuleId(1), RuleId(2)));
+        store.change(&Change::Delete(Select::Id(RuleId(2)))).unwrap();
+        drop(store);
+        let (store, published) = open(Some(dir.path()));
+        assert_eq!(*published.lock(), [[1]], "in force before anyone asks");
+        assert!(store.trouble().is_empty());
+        assert_eq!(put(&store, 82), RuleId(3));
+    }
+
+    #[test]
+    fn without_a_directory_rules_live_in_memory() {
+        let (store, published) = open(None);
+        put(&store, 80);
+        put(&store, 81);
+        assert_eq!(*published.lock(), [vec![], vec![1], vec![1, 2]]);
+    }
+
+    #[test]
+    fn a_change_that_cannot_be_written_is_not_in_force() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, published) = open(Some(&dir.path().join("state")));
+        put(&store, 80);
+        std::fs::remove_dir_all(dir.path()).unwrap();
+        let refused = store.change(&Change::Post(Box::new(body(81, json!({})))));
+        assert_eq!(refused.map_err(|problem| (problem.code(), problem.status().as_u16())), Err(("not_durable", 503)));
+        assert_eq!(store.entries().len(), 1);
+        assert_eq!(*published.lock(), [vec![], vec![1]]);
+    }
+
+    #[test]
+    fn damage_is_told_and_the_version_before_serves() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, _) = open(Some(dir.path()));
+        put(&store, 80);
+        put(&store, 81);
+        drop(store);
+        std::fs::write(dir.path().join("rules.json"), "{\"format\":1,").unwrap();
+        let (store, published) = open(Some(dir.path()));
+        assert!(store.trouble()[0].contains("the version before it is in force"));
+        assert_eq!(*published.lock(), [[1]]);
+        assert!(put(&store, 82) > RuleId(2), "number 2 was given out by the lost version");
+    }
+
+    #[test]
+    fn of_two_rules_for_the_same_requests_the_first_is_in_force() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = RulesFile::open(dir.path()).unwrap();
+        let kept = |id, port| Kept { id, body: body(port, json!({})).json().clone() };
+        file.save(&Document::new(9, vec![kept(1, 80), kept(2, 80), kept(1, 81), kept(3, 82)])).unwrap();
+        drop(file);
+        let (store, published) = open(Some(dir.path()));
+        assert_eq!(*published.lock(), [[1, 3]]);
+        assert_eq!(store.trouble().len(), 2);
+    }
+
+    #[test]
+    fn a_kept_rule_that_this_version_refuses_is_not_lost() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = RulesFile::open(dir.path()).unwrap();
+        let good = body(80, json!({})).json().clone();
+        let bad = body(81, json!({"kvEngineType": "sglang"})).json().clone();
+        let rules = vec![Kept { id: 4, body: good }, Kept { id: 9, body: bad }];
+        file.save(&Document::new(2, rules)).unwrap();
+        drop(file);
+        let (store, published) = open(Some(dir.path()));
+        assert_eq!(*published.lock(), [[4]]);
+        assert!(store.trouble()[0].contains("rule 9 is kept but not in force"));
+        assert_eq!(put(&store, 82), RuleId(10), "behind every number that the file names");
+        drop(store);
+        let (store, _) = open(Some(dir.path()));
+        assert_eq!(store.entries().len(), 3);
+        // A new body for the same key heals it, under the same number.
+        assert_eq!(put(&store, 81), RuleId(9));
+        assert!(store.entries().iter().all(|entry| entry.rule.is_ok()));
+    }
+}

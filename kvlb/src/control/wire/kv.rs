@@ -1,0 +1,177 @@
+//! The KV fields of the body.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::fields::shown;
+use super::{Body, KvArguments};
+use crate::contract::{BlockSize, HashAlgo};
+use crate::control::Problem;
+use crate::fleet::{Endpoint, EngineType, ExactMode, KvRule, Role, Score};
+use crate::policy::{Blend, BlendError};
+
+/// vLLM's default on GPUs, and the document's.
+const BLOCK_SIZE: u32 = 16;
+/// vLLM's default event port.
+const ZMQ_PORT: u16 = 5557;
+/// The document's default for a field without effect.
+const WARMUP_SECONDS: u32 = 30;
+/// No bound is below this many requests: an idle fleet would else spill the second of every prefix.
+const LOAD_FLOOR: u32 = 4;
+
+/// The KV settings that `body` asks for.
+pub(super) fn kv(body: &Body) -> Result<KvRule, Problem> {
+    let args = &body.args().kv;
+    let mode = exact_mode(args)?;
+    let engine = engine(args)?;
+    if engine == EngineType::LlamaCpp {
+        llamacpp_has_no_kv(body)?;
+    }
+    let kv = KvRule {
+        mode,
+        engine,
+        block_size: block_size(args)?,
+        algo: algo(args)?,
+        zmq_port: args.zmq_port.unwrap_or(ZMQ_PORT),
+        replay_port: args.replay_port,
+        warmup: Duration::from_secs(args.warmup_sec.unwrap_or(WARMUP_SECONDS).into()),
+        dp_ranks: args.dp_rank_count.unwrap_or(1),
+        score: score(args)?,
+        lb_mode: args.lb_mode.as_deref().filter(|text| !text.is_empty()).map(blend).transpose()?,
+        load_floor: args.load_floor.unwrap_or(LOAD_FLOOR),
+    };
+    keying(args)?;
+    ranks_fit("kvZmqPort", kv.zmq_port, kv.dp_ranks)?;
+    kv.replay_port.map_or(Ok(()), |port| ranks_fit("kvReplayPort", port, kv.dp_ranks))?;
+    if kv.replay_port == Some(kv.zmq_port) {
+        return Err(Problem::Contradiction(format!("kvReplayPort and kvZmqPort are both {}", kv.zmq_port)));
+    }
+    Ok(kv)
+}
+
+fn exact_mode(args: &KvArguments) -> Result<ExactMode, Problem> {
+    match args.exact_mode {
+        None | Some(0) => Ok(ExactMode::Off),
+        Some(1) => Ok(ExactMode::PrefillDecode),
+        Some(3) => Ok(ExactMode::SinglePool),
+        Some(_) => Err(Problem::KvModeReserved),
+    }
+}
+
+fn engine(args: &KvArguments) -> Result<EngineType, Problem> {
+    match args.engine_type.as_deref() {
+        None | Some("" | "vllm") => Ok(EngineType::Vllm),
+        Some("llamacpp") => Ok(EngineType::LlamaCpp),
+        Some(engine @ ("sglang" | "trtllm")) => Err(Problem::EngineNotSupportedYet(engine.to_owned())),
+        Some(other) => Err(bad("kvEngineType", other, "use vllm or llamacpp")),
+    }
+}
+
+/// llama.cpp announces no blocks, so a KV field would be a promise that nothing keeps.
+fn llamacpp_has_no_kv(body: &Body) -> Result<(), Problem> {
+    let service = body.json().get("serviceArguments").and_then(serde_json::Value::as_object);
+    let kv_fields: Vec<_> = service
+        .into_iter()
+        .flatten()
+        .filter(|(name, value)| {
+            let off = name.as_str() == "kvExactMode" && value.as_u64() == Some(0);
+            name.starts_with("kv") && name.as_str() != "kvEngineType" && !off
+        })
+        .map(|(name, _)| name.as_str())
+        .collect();
+    if kv_fields.is_empty() { Ok(()) } else { Err(Problem::LlamaCppKv(kv_fields.join(", "))) }
+}
+
+fn block_size(args: &KvArguments) -> Result<BlockSize, Problem> {
+    BlockSize::new(args.block_size.unwrap_or(BLOCK_SIZE)).ok_or_else(|| Problem::OutOfRange {
+        field: "kvBlockSize".to_owned(),
+        value: "0".to_owned(),
+        range: "1 and more".to_owned(),
+    })
+}
+
+fn algo(args: &KvArguments) -> Result<HashAlgo, Problem> {
+    let Some(text) = args.hash_algo.as_deref().filter(|text| !text.is_empty()) else {
+        return Ok(HashAlgo::Sha256Cbor);
+    };
+    let use_these = "use sha256_cbor or xxhash_cbor, the value of the engine's --prefix-caching-hash-algo";
+    HashAlgo::from_str(text).map_err(|()| match text {
+        "sha256_sglang" | "blockhash_trtllm" => {
+            Problem::AlgorithmEngine { algo: text.to_owned(), engine: "vllm", expected: "sha256_cbor or xxhash_cbor" }
+        }
+        "sha256" | "xxhash" => Problem::NotSupported {
+            field: "kvHashAlgo".to_owned(),
+            value: format!("{text:?}"),
+            reason: format!("only the engine itself can compute it, because it hashes Python objects; {use_these}"),
+        },
+        _ => bad("kvHashAlgo", text, use_these),
+    })
+}
+
+fn score(args: &KvArguments) -> Result<Score, Problem> {
+    match args.score.as_deref() {
+        None | Some("" | "prefix") => Ok(Score::Prefix),
+        Some("count") => Ok(Score::Count),
+        Some(other) => Err(bad("kvScore", other, "use prefix or count")),
+    }
+}
+
+fn blend(text: &str) -> Result<Blend, Problem> {
+    text.parse().map_err(|error| match error {
+        BlendError::NotYet(_) => Problem::NotSupportedYet {
+            field: "kvLbMode".to_owned(),
+            value: format!("{text:?}"),
+            reason: "use off or hard".to_owned(),
+        },
+        BlendError::Unknown(_) => bad("kvLbMode", text, "use off or hard"),
+    })
+}
+
+fn keying(args: &KvArguments) -> Result<(), Problem> {
+    match args.keying.as_deref() {
+        None | Some("" | "auto" | "parity") => Ok(()),
+        Some("rehash") => Err(Problem::NotSupportedYet {
+            field: "kvKeying".to_owned(),
+            value: "\"rehash\"".to_owned(),
+            reason: "use auto or parity".to_owned(),
+        }),
+        Some(other) => Err(bad("kvKeying", other, "use auto or parity")),
+    }
+}
+
+/// Rank n publishes at the port plus n.
+fn ranks_fit(field: &str, port: u16, ranks: u8) -> Result<(), Problem> {
+    if port.checked_add(u16::from(ranks.saturating_sub(1))).is_some() {
+        return Ok(());
+    }
+    let range = format!("1 to {} with kvDpRankCount {ranks}", 65_536 - u32::from(ranks));
+    Err(Problem::OutOfRange { field: field.to_owned(), value: port.to_string(), range })
+}
+
+fn bad(field: &str, value: &str, expected: &str) -> Problem {
+    Problem::BadValue { field: field.to_owned(), value: format!("{:?}", shown(value)), expected: expected.to_owned() }
+}
+
+/// Whether the endpoints' roles go with the mode.
+pub(super) fn check_roles(mode: ExactMode, pd_disagg: Option<bool>, endpoints: &[Endpoint]) -> Result<(), Problem> {
+    let has = |role| endpoints.iter().any(|endpoint| endpoint.role == role);
+    let both = has(Role::Prefill) && has(Role::Decode);
+    match (mode, pd_disagg) {
+        (ExactMode::SinglePool, Some(true)) => {
+            Err(Problem::Contradiction("kvExactMode 3 is one pool: it does not go with pd_disagg_mode".to_owned()))
+        }
+        (ExactMode::SinglePool, _) => match endpoints.iter().find(|endpoint| endpoint.role != Role::Any) {
+            Some(endpoint) => Err(Problem::RolesRefused(endpoint.key.to_string())),
+            None => Ok(()),
+        },
+        (ExactMode::PrefillDecode, Some(false)) => Err(Problem::Contradiction(
+            "kvExactMode 1 is prefill/decode: it does not go with pd_disagg_mode false".to_owned(),
+        )),
+        (ExactMode::PrefillDecode, _) if !both => Err(Problem::RolesMissing("kvExactMode 1 is prefill/decode")),
+        (ExactMode::Off, Some(true)) if !both => Err(Problem::RolesMissing("pd_disagg_mode is on")),
+        (ExactMode::Off, _) if !both && (has(Role::Prefill) || has(Role::Decode)) => {
+            Err(Problem::RolesMissing("an endpoint has an ep_role"))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,186 @@
+//! What can go wrong between kvlb and the kernel, and what to do about it.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+
+use aya::EbpfError;
+use aya::maps::MapError;
+
+/// Why the kernel does not do its share.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The process may not do this.
+    #[error("no privilege to {what}: run as root or with CAP_BPF and CAP_NET_ADMIN, or use `--datapath none`")]
+    Privileges {
+        /// What was refused.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Nothing can be pinned there.
+    #[error("{} is not on a BPF file system: `mount -t bpf bpf /sys/fs/bpf`, or choose a pin directory on one", path.display())]
+    NoBpffs {
+        /// The pin directory.
+        path: PathBuf,
+        /// Why kvlb could not mount one, if it tried.
+        source: Option<io::Error>,
+    },
+    /// Another process holds the pin directory.
+    #[error("{} is held by another kvlb: stop that one, or choose another pin directory", path.display())]
+    InUse {
+        /// The pin directory.
+        path: PathBuf,
+    },
+    /// The pin directory cannot be used.
+    #[error("cannot {what} {}", path.display())]
+    Pin {
+        /// What was tried.
+        what: &'static str,
+        /// The directory or pin.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The kernel does not take the program or its maps.
+    #[error("this kernel does not take the program: SK_LOOKUP needs Linux 5.9, its log 5.8, and CONFIG_BPF_SYSCALL")]
+    Program {
+        /// What it says, with the verifier's log where there is one.
+        source: Box<EbpfError>,
+    },
+    /// The network namespace of this thread cannot be opened.
+    #[error("cannot open this thread's network namespace")]
+    Namespace(#[source] io::Error),
+    /// The routing tables cannot be asked.
+    #[error("cannot open a netlink socket")]
+    Netlink(#[source] io::Error),
+    /// A map is not there or cannot be read or written.
+    #[error("cannot {what} map {map}")]
+    Map {
+        /// What was tried.
+        what: &'static str,
+        /// The map's name.
+        map: &'static str,
+        /// The kernel's answer.
+        source: MapError,
+    },
+    /// The kernel does not take this socket as a listener.
+    #[error("listener {index} is not a listening TCP socket that the kernel can steer to")]
+    Listener {
+        /// Its place in the list.
+        index: u32,
+        /// The kernel's answer.
+        source: MapError,
+    },
+    /// A VIP's local route cannot be looked up, added or removed.
+    #[error("cannot {what} the local route of {addr}")]
+    Route {
+        /// What was tried.
+        what: &'static str,
+        /// The VIP's address.
+        addr: IpAddr,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// No VIP can have this address.
+    #[error("{addr} cannot be a VIP: it is not the address of one host")]
+    Address {
+        /// The address.
+        addr: IpAddr,
+    },
+    /// Two VIPs have one address and port.
+    #[error("{at} is in the list of VIPs twice")]
+    Twice {
+        /// Address and port.
+        at: SocketAddr,
+    },
+    /// A map has no room left.
+    #[error("no room for {wanted} more {what}: the kernel's map holds {max}")]
+    Full {
+        /// What there are too many of.
+        what: &'static str,
+        /// How many were to be added.
+        wanted: usize,
+        /// How many there can be.
+        max: u32,
+    },
+}
+
+/// The outcome of several steps that are all taken, whatever becomes of each: the first failure.
+#[derive(Debug, Default)]
+pub(super) struct Outcome(Option<Error>);
+
+impl Outcome {
+    /// One step more.
+    pub(super) fn note(&mut self, step: Result<(), Error>) {
+        self.0 = self.0.take().or_else(|| step.err());
+    }
+
+    pub(super) fn finish(self) -> Result<(), Error> {
+        self.0.map_or(Ok(()), Err)
+    }
+}
+
+/// Why loading or attaching failed: a privilege that is missing, else the kernel itself.
+pub(super) fn from_program(error: EbpfError) -> Error {
+    match refused(&error) {
+        Some(source) => Error::Privileges { what: "load and attach the program", source },
+        None => Error::Program { source: Box::new(error) },
+    }
+}
+
+/// The refusal for lack of privilege that `error` was caused by, if it was.
+fn refused(error: &EbpfError) -> Option<io::Error> {
+    let mut cause = Some(error as &dyn std::error::Error);
+    while let Some(error) = cause {
+        let io = error.downcast_ref::<io::Error>();
+        if let Some(code) =
+            io.filter(|io| io.kind() == io::ErrorKind::PermissionDenied).and_then(io::Error::raw_os_error)
+        {
+            return Some(io::Error::from_raw_os_error(code));
+        }
+        cause = error.source();
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use aya::programs::ProgramError;
+
+    use super::*;
+
+    fn failed_with(code: i32) -> EbpfError {
+        let io_error = io::Error::from_raw_os_error(code);
+        let error = MapError::CreateError { name: "KVLB_VIPS".into(), io_error };
+        EbpfError::ProgramError(ProgramError::MapError(error))
+    }
+
+    #[test]
+    fn of_several_failures_the_first_is_told() {
+        let failure = |what| Err(Error::Full { what, wanted: 1, max: 0 });
+        let mut outcome = Outcome::default();
+        for step in [Ok(()), failure("first"), Ok(()), failure("second")] {
+            outcome.note(step);
+        }
+        assert!(matches!(outcome.finish(), Err(Error::Full { what: "first", .. })));
+        assert!(Outcome::default().finish().is_ok());
+    }
+
+    #[test]
+    fn a_missing_privilege_is_found_however_deep_the_cause_lies() {
+        let error = from_program(failed_with(nix::libc::EPERM));
+        assert!(matches!(error, Error::Privileges { .. }), "{error:?}");
+        assert!(error.to_string().contains("CAP_BPF"), "{error}");
+        assert_eq!(error.source().unwrap().to_string(), "Operation not permitted (os error 1)");
+    }
+
+    #[test]
+    fn any_other_failure_is_the_kernels_and_keeps_its_words() {
+        let error = from_program(failed_with(nix::libc::EINVAL));
+        assert!(matches!(error, Error::Program { .. }), "{error:?}");
+        assert!(error.to_string().contains("5.9"), "{error}");
+    }
+}

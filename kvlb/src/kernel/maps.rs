@@ -1,0 +1,102 @@
+//! The maps themselves, each by its type.
+
+use std::os::fd::BorrowedFd;
+
+use aya::Ebpf;
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, SockMap};
+use aya::util::nr_cpus;
+use kvlb_common::{ENDPOINT_BYTES, Endpoint, VipInfo, VipKey, VipStats};
+
+use super::Error;
+use super::pins::{self, PinDir};
+use super::table::Sink;
+
+/// The pinned maps: each one's name in the object, and its pin's.
+const PINNED: [(&str, &str); 3] =
+    [("KVLB_VIPS", pins::VIPS), ("KVLB_EPS", pins::ENDPOINTS), ("KVLB_STATS", pins::STATS)];
+
+/// The maps that the user side writes or reads.
+pub(super) struct Maps {
+    vips: HashMap<MapData, VipKey, VipInfo>,
+    /// As bytes: see [`Endpoint`].
+    endpoints: Array<MapData, [u8; ENDPOINT_BYTES]>,
+    stats: PerCpuArray<MapData, VipStats>,
+    listeners: SockMap<MapData>,
+}
+
+impl Maps {
+    /// Takes the maps out of the loaded object and pins those that others may read.
+    pub(super) fn take(ebpf: &mut Ebpf, pins: &PinDir) -> Result<Self, Error> {
+        for (map, name) in PINNED {
+            pins.pin(name, ebpf.map(map).ok_or_else(|| missing(map))?)?;
+        }
+        Ok(Self {
+            vips: typed(ebpf, "KVLB_VIPS")?,
+            endpoints: typed(ebpf, "KVLB_EPS")?,
+            stats: typed(ebpf, "KVLB_STATS")?,
+            listeners: typed(ebpf, "KVLB_LISTEN")?,
+        })
+    }
+
+    /// Puts `listener` at `index`, in place of any that is there.
+    pub(super) fn set_listener(&mut self, index: u32, listener: BorrowedFd<'_>) -> Result<(), Error> {
+        self.listeners.set(index, &listener, 0).map_err(|source| Error::Listener { index, source })
+    }
+
+    /// Takes the listener at `index` out, if it is still there: the kernel takes a closed one out by itself.
+    pub(super) fn clear_listener(&mut self, index: u32) -> Result<(), Error> {
+        absent_is_fine(self.listeners.clear_index(&index)).map_err(failed("clear an entry of", "KVLB_LISTEN"))
+    }
+
+    /// The counters at `id`, all CPUs together.
+    pub(super) fn stats(&self, id: u32) -> Result<VipStats, Error> {
+        let values = self.stats.get(&id, 0).map_err(failed("read", "KVLB_STATS"))?;
+        Ok(values.iter().copied().fold(VipStats::default(), VipStats::plus))
+    }
+}
+
+impl Sink for Maps {
+    fn set_endpoint(&mut self, slot: u32, endpoint: &Endpoint) -> Result<(), Error> {
+        self.endpoints.set(slot, endpoint.to_bytes(), 0).map_err(failed("write", "KVLB_EPS"))
+    }
+
+    fn set_vip(&mut self, key: &VipKey, info: &VipInfo) -> Result<(), Error> {
+        self.vips.insert(key, info, 0).map_err(failed("write", "KVLB_VIPS"))
+    }
+
+    fn remove_vip(&mut self, key: &VipKey) -> Result<(), Error> {
+        absent_is_fine(self.vips.remove(key)).map_err(failed("remove an entry of", "KVLB_VIPS"))
+    }
+
+    fn clear_stats(&mut self, id: u32) -> Result<(), Error> {
+        let zero = || -> Result<PerCpuValues<VipStats>, MapError> {
+            let cpus = nr_cpus().map_err(|(_, error)| error)?;
+            Ok(PerCpuValues::try_from(vec![VipStats::default(); cpus])?)
+        };
+        let cleared = zero().and_then(|zero| self.stats.set(id, zero, 0));
+        cleared.map_err(failed("clear", "KVLB_STATS"))
+    }
+}
+
+/// The map `name` out of the object, by the type that its Rust name says.
+fn typed<T: TryFrom<Map, Error = MapError>>(ebpf: &mut Ebpf, name: &'static str) -> Result<T, Error> {
+    let map = ebpf.take_map(name).ok_or_else(|| missing(name))?;
+    T::try_from(map).map_err(failed("use", name))
+}
+
+fn missing(map: &'static str) -> Error {
+    Error::Map { what: "find", map, source: MapError::KeyNotFound }
+}
+
+fn failed(what: &'static str, map: &'static str) -> impl FnOnce(MapError) -> Error {
+    move |source| Error::Map { what, map, source }
+}
+
+/// What was to be removed is not there.
+fn absent_is_fine(removed: Result<(), MapError>) -> Result<(), MapError> {
+    match removed {
+        Err(MapError::KeyNotFound | MapError::ElementNotFound) => Ok(()),
+        Err(MapError::SyscallError(error)) if error.io_error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}

@@ -1,0 +1,244 @@
+//! The kernel's share: new connections to a VIP reach the data threads' listeners, and the kernel's maps mirror what the
+//! fleet knows of its endpoints.
+//!
+//! Owns the eBPF object (built from `kvlb-ebpf`, committed), its maps and their pins, the link to the network namespace,
+//! and the local routes of VIPs. Never decides who is healthy, never touches an address or a route that it did not add.
+//!
+//! What holds at any moment:
+//! - a VIP in the map is whole: its endpoints were written before it, and change under it in single words only;
+//! - links are not pinned: when the process ends, however it ends, steering ends with it;
+//! - pins and routes are removed by [`Kernel::shutdown`] or drop, or by the next start after a crash.
+//!
+//! All calls block for microseconds per changed VIP, so that an asynchronous caller may make them in place.
+//! Linux before 5.9 has no `SK_LOOKUP`; without it, or without privileges, the proxy binds the VIPs itself.
+
+mod error;
+mod log;
+mod maps;
+mod pins;
+mod routes;
+mod slots;
+mod table;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs::File;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
+
+use aya::programs::SkLookup;
+use aya::{Ebpf, EbpfError, EbpfLoader};
+pub use kvlb_common::{ENDPOINTS_MAX, EndpointState, LISTENERS_MAX, VIPS_MAX, VipStats};
+
+pub use error::Error;
+pub use log::{DRAIN_INTERVAL, ProgramLog};
+
+use error::Outcome;
+use maps::Maps;
+use pins::PinDir;
+use routes::Routes;
+use table::{Table, Wanted};
+
+/// The object that `cargo xtask build-ebpf` makes of `kvlb-ebpf`.
+static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/bpf/kvlb.bpf.o"));
+
+/// The steering program's name in the object, and in `bpftool prog show`.
+const PROGRAM: &str = "kvlb_lookup";
+
+/// How this room is set up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Where the maps are pinned, below a BPF file system. One kvlb at a time holds a directory; several side by side
+    /// each need their own.
+    pub pin_dir: PathBuf,
+}
+
+impl Default for Config {
+    /// `/sys/fs/bpf/kvlb`: the BPF file system's usual place.
+    fn default() -> Self {
+        Self { pin_dir: PathBuf::from("/sys/fs/bpf/kvlb") }
+    }
+}
+
+/// An address and port at which rules are served, as the kernel is to see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vip {
+    /// The address.
+    pub addr: IpAddr,
+    /// The port; 0 takes every port of the address that has no VIP of its own.
+    pub port: u16,
+    /// The rules served here, oldest first. VIPs with the same rules (the ports of a range) share their endpoints'
+    /// entries, so their endpoints are the same.
+    pub rules: Vec<u32>,
+    /// The endpoints of all these rules.
+    pub endpoints: Vec<VipEndpoint>,
+    /// Who answers while no endpoint is up.
+    pub no_endpoint: NoEndpoint,
+    /// Whether it takes new connections.
+    pub phase: Phase,
+}
+
+/// Who answers a connection while no endpoint of the VIP is up: the rule's `noEndpoint`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NoEndpoint {
+    /// The proxy, with its 503.
+    #[default]
+    Proxy,
+    /// The kernel, with a reset.
+    Reset,
+}
+
+/// Whether a VIP takes new connections.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    /// It does.
+    #[default]
+    Serving,
+    /// Its rules are gone. New connections are refused, and its route stays, since without it the open ones could not
+    /// even end: keep the VIP in the list until they have.
+    Draining,
+}
+
+/// One endpoint of a VIP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VipEndpoint {
+    /// Its address.
+    pub addr: IpAddr,
+    /// Its port.
+    pub port: u16,
+    /// Whether it may be chosen.
+    pub state: EndpointState,
+    /// Its share beside the others.
+    pub weight: u32,
+}
+
+/// kvlb's programs and maps in the kernel.
+pub struct Kernel {
+    table: Table,
+    maps: Maps,
+    // Dropped before the pins, which tell a next start what routes there are.
+    routes: Routes,
+    pins: PinDir,
+    log: Option<ProgramLog>,
+    /// Owns the program and its link: steering ends when it is dropped.
+    ebpf: Ebpf,
+}
+
+impl Kernel {
+    /// Loads the program, pins the maps and attaches to the network namespace of the calling thread, to which all routes
+    /// of this value belong, too.
+    ///
+    /// Mounts the BPF file system at its usual place if the pin directory is to be there and it is missing. Replaces what
+    /// a crashed predecessor has left in the directory, and takes over the routes it had added.
+    ///
+    /// # Errors
+    /// [`Error::Privileges`], [`Error::NoBpffs`], [`Error::InUse`], [`Error::Program`] and others, each saying what is
+    /// missing. Nothing is left behind.
+    pub fn load(config: &Config) -> Result<Self, Error> {
+        let pins = PinDir::open(&config.pin_dir)?;
+        let routes = Routes::open(pins.stale_routes())?;
+        pins.clear()?;
+        let mut ebpf = EbpfLoader::new().load(OBJECT).map_err(error::from_program)?;
+        let log = ProgramLog::open(&mut ebpf);
+        let maps = Maps::take(&mut ebpf, &pins)?;
+        attach(&mut ebpf)?;
+        Ok(Self { table: Table::default(), maps, routes, pins, log, ebpf })
+    }
+
+    /// Makes these the listeners that VIPs are spread over: one per data thread, each already listening.
+    ///
+    /// Any address will do, so that of loopback: `127.0.0.1:0` takes connections to IPv4 VIPs, `[::ffff:127.0.0.1]:0`
+    /// those of both families (a socket bound to `[::1]` is one of IPv6 only, whatever its options say).
+    ///
+    /// May be called again: connections find a listener at every moment of the change.
+    ///
+    /// # Errors
+    /// [`Error::Full`] for more than [`LISTENERS_MAX`], [`Error::Listener`] for a socket that the kernel does not take.
+    pub fn set_listeners(&mut self, listeners: &[BorrowedFd<'_>]) -> Result<(), Error> {
+        let workers = u32::try_from(listeners.len()).ok().filter(|count| *count <= LISTENERS_MAX);
+        let full = Error::Full { what: "listeners", wanted: listeners.len(), max: LISTENERS_MAX };
+        let Some(workers) = workers else { return Err(full) };
+        for (index, listener) in (0..).zip(listeners) {
+            self.maps.set_listener(index, *listener)?;
+        }
+        let before = self.table.workers();
+        self.table.set_workers(workers, &mut self.maps)?;
+        for index in workers..before {
+            self.maps.clear_listener(index)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the kernel's VIPs, endpoints and routes what `vips` says. Writes only what differs, each VIP at one stroke
+    /// after its endpoints; doing so again does nothing.
+    ///
+    /// # Errors
+    /// [`Error::Address`] and [`Error::Twice`] before anything is written. Otherwise the first failure, after everything
+    /// else has been done; the next call tries again what failed.
+    pub fn sync(&mut self, vips: &[Vip]) -> Result<(), Error> {
+        let wanted = Wanted::checked(vips)?;
+        let addrs: BTreeSet<IpAddr> = wanted.addrs().collect();
+        // A route comes after its entries and goes before them, so that whatever a crash leaves is in the map.
+        let mut outcome = Outcome::default();
+        outcome.note(self.routes.retain(&addrs));
+        outcome.note(self.routes.claim(&addrs));
+        outcome.note(self.table.sync(&wanted, |addr| self.routes.is_ours(addr), &mut self.maps));
+        outcome.note(self.routes.add_claimed());
+        outcome.finish()
+    }
+
+    /// The counters of each VIP since it was added, all CPUs together, in the order of addresses and ports.
+    ///
+    /// # Errors
+    /// [`Error::Map`] when the kernel does not give them.
+    pub fn stats(&self) -> Result<Vec<(SocketAddr, VipStats)>, Error> {
+        self.table.ids().map(|(at, id)| Ok((at, self.maps.stats(id)?))).collect()
+    }
+
+    /// The program's log, once: whoever takes it drains it into ours.
+    pub fn take_log(&mut self) -> Option<ProgramLog> {
+        self.log.take()
+    }
+
+    /// The kernel's id of the steering program, as in `bpftool prog show id ID`.
+    pub fn program_id(&self) -> Option<u32> {
+        let program: &SkLookup = self.ebpf.program(PROGRAM)?.try_into().ok()?;
+        program.info().ok().map(|info| info.id())
+    }
+
+    /// Where the maps are pinned.
+    pub fn pin_dir(&self) -> &std::path::Path {
+        self.pins.path()
+    }
+
+    /// Removes routes, pins and programs. Dropping does the same, and logs what cannot be removed.
+    ///
+    /// # Errors
+    /// The first thing that could not be removed; the others are.
+    pub fn shutdown(mut self) -> Result<(), Error> {
+        let mut outcome = Outcome::default();
+        outcome.note(self.routes.retain(&BTreeSet::new()));
+        outcome.note(self.pins.remove());
+        outcome.finish()
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kernel").field("pin_dir", &self.pin_dir()).field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+/// Attaches the program to the network namespace of this thread.
+fn attach(ebpf: &mut Ebpf) -> Result<(), Error> {
+    let namespace = File::open("/proc/thread-self/ns/net").map_err(Error::Namespace)?;
+    let mut run = || -> Result<(), EbpfError> {
+        let program = ebpf.program_mut(PROGRAM).ok_or(aya::programs::ProgramError::NotLoaded)?;
+        let program: &mut SkLookup = program.try_into()?;
+        program.load()?;
+        program.attach(&namespace)?;
+        Ok(())
+    };
+    run().map_err(error::from_program)
+}

@@ -1,0 +1,247 @@
+//! Local routes: what makes this host answer for an address that no device of it has.
+//!
+//! For IPv4, such a route on `lo` also answers ARP. For IPv6 it answers no neighbour: packets have to be routed here.
+//!
+//! An address that is local already is left alone. What kvlb adds bears its own route protocol number and is removed
+//! exactly so, so that a route of the same address by someone else stays.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use rtnetlink::RouteMessageBuilder;
+use rtnetlink::packet_core::{
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
+};
+use rtnetlink::packet_route::RouteNetlinkMessage;
+use rtnetlink::packet_route::route::{RouteAttribute, RouteFlags, RouteMessage, RouteProtocol, RouteScope, RouteType};
+use rtnetlink::sys::Socket;
+use rtnetlink::sys::protocols::NETLINK_ROUTE;
+
+use super::Error;
+use super::error::Outcome;
+
+/// `proto` of the routes that kvlb adds, as `ip route show table local` prints it: the letter K. Below 128 and in no
+/// one's use (linux/rtnetlink.h, iproute2's `rt_protos`).
+const PROTOCOL: RouteProtocol = RouteProtocol::Other(75);
+
+/// `RT_TABLE_LOCAL` (linux/rtnetlink.h).
+const TABLE_LOCAL: u8 = 255;
+
+/// `lo` is device 1 of every network namespace (`LOOPBACK_IFINDEX`, net/flow.h).
+const LOOPBACK: u32 = 1;
+
+/// How an address comes to be local.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Hold {
+    /// Without us.
+    Foreign,
+    /// By a route of ours that is yet to be added.
+    Claimed,
+    /// By a route that we added.
+    Ours,
+}
+
+/// The local routes of VIPs, in the network namespace in which this value was made.
+#[derive(Debug)]
+pub(super) struct Routes {
+    netlink: Netlink,
+    held: BTreeMap<IpAddr, Hold>,
+    /// What a dead predecessor has added: ours to remove, or to take over.
+    stale: BTreeSet<IpAddr>,
+}
+
+impl Routes {
+    /// No routes yet, in the network namespace of this thread.
+    pub(super) fn open(stale: Vec<IpAddr>) -> Result<Self, Error> {
+        let netlink = Netlink::open().map_err(Error::Netlink)?;
+        Ok(Self { netlink, held: BTreeMap::new(), stale: stale.into_iter().collect() })
+    }
+
+    /// Whether kvlb adds, or has added, the route of `addr`.
+    pub(super) fn is_ours(&self, addr: IpAddr) -> bool {
+        matches!(self.held.get(&addr), Some(Hold::Claimed | Hold::Ours))
+    }
+
+    /// Forgets all addresses but `addrs`, and removes what was added for the others, also by a dead predecessor.
+    pub(super) fn retain(&mut self, addrs: &BTreeSet<IpAddr>) -> Result<(), Error> {
+        let ours = self.held.iter().filter(|(_, hold)| **hold == Hold::Ours).map(|(addr, _)| *addr);
+        let gone: Vec<_> = ours.chain(self.stale.iter().copied()).filter(|addr| !addrs.contains(addr)).collect();
+        let mut outcome = Outcome::default();
+        for addr in gone {
+            match self.netlink.remove(addr) {
+                Ok(()) => {
+                    self.held.remove(&addr);
+                    self.stale.remove(&addr);
+                }
+                Err(source) => outcome.note(Err(failed("remove", addr, source))),
+            }
+        }
+        self.held.retain(|addr, hold| *hold == Hold::Ours || addrs.contains(addr));
+        outcome.finish()
+    }
+
+    /// Finds out which of `addrs` need a route of ours; also those that were local without one the last time.
+    pub(super) fn claim(&mut self, addrs: &BTreeSet<IpAddr>) -> Result<(), Error> {
+        let mut outcome = Outcome::default();
+        for addr in addrs {
+            if self.is_ours(*addr) {
+                continue;
+            }
+            let hold = match self.netlink.local(*addr) {
+                Ok(None) => Hold::Claimed,
+                Ok(Some(Owner::Kvlb)) if self.stale.remove(addr) => Hold::Ours,
+                Ok(Some(Owner::Kvlb | Owner::Other)) => Hold::Foreign,
+                Err(source) => {
+                    outcome.note(Err(failed("look up", *addr, source)));
+                    continue;
+                }
+            };
+            self.held.insert(*addr, hold);
+        }
+        outcome.finish()
+    }
+
+    /// Adds the routes that were claimed.
+    pub(super) fn add_claimed(&mut self) -> Result<(), Error> {
+        let mut outcome = Outcome::default();
+        for (addr, hold) in self.held.iter_mut().filter(|(_, hold)| **hold == Hold::Claimed) {
+            match self.netlink.add(*addr) {
+                Ok(()) => {
+                    *hold = Hold::Ours;
+                    tracing::info!(%addr, "added a local route");
+                }
+                // Someone was faster: it is local, and not by us.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => *hold = Hold::Foreign,
+                Err(source) => outcome.note(Err(failed("add", *addr, source))),
+            }
+        }
+        outcome.finish()
+    }
+}
+
+impl Drop for Routes {
+    fn drop(&mut self) {
+        if let Err(error) = self.retain(&BTreeSet::new()) {
+            tracing::warn!(error = &error as &dyn std::error::Error, "could not remove local routes");
+        }
+    }
+}
+
+fn failed(what: &'static str, addr: IpAddr, source: io::Error) -> Error {
+    match source.kind() {
+        io::ErrorKind::PermissionDenied => Error::Privileges { what: "change routes", source },
+        _ => Error::Route { what, addr, source },
+    }
+}
+
+/// Who made an address local.
+enum Owner {
+    /// A kvlb, by a route of its own.
+    Kvlb,
+    /// Anyone else.
+    Other,
+}
+
+/// One question to the kernel's routing tables at a time. It answers before the question has been sent to its end, so
+/// nothing here waits.
+#[derive(Debug)]
+struct Netlink {
+    socket: Socket,
+    sequence: u32,
+}
+
+impl Netlink {
+    fn open() -> io::Result<Self> {
+        let mut socket = Socket::new(NETLINK_ROUTE)?;
+        socket.bind_auto()?;
+        socket.connect(&rtnetlink::sys::SocketAddr::new(0, 0))?;
+        // Should an answer ever be missing, that is an error rather than a hang.
+        socket.set_non_blocking(true)?;
+        Ok(Self { socket, sequence: 0 })
+    }
+
+    /// Whether `addr` is local to this namespace, and through whom.
+    fn local(&mut self, addr: IpAddr) -> io::Result<Option<Owner>> {
+        let mut question = host_route(addr);
+        // The route that matches, rather than what a packet would be told.
+        question.header.flags = RouteFlags::FibMatch;
+        let answer = match self.ask(RouteNetlinkMessage::GetRoute(question), NLM_F_REQUEST) {
+            Ok(answer) => answer,
+            Err(error) if is_no_route(&error) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let Some(route) = answer.filter(|route| route.header.kind == RouteType::Local) else { return Ok(None) };
+        let whole = route.header.destination_prefix_length == prefix(addr);
+        let kvlb = whole && route.header.protocol == PROTOCOL;
+        Ok(Some(if kvlb { Owner::Kvlb } else { Owner::Other }))
+    }
+
+    fn add(&mut self, addr: IpAddr) -> io::Result<()> {
+        let flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
+        self.ask(RouteNetlinkMessage::NewRoute(local_route(addr)), flags).map(drop)
+    }
+
+    /// Removes our route of `addr`; that it is gone already is fine.
+    fn remove(&mut self, addr: IpAddr) -> io::Result<()> {
+        match self.ask(RouteNetlinkMessage::DelRoute(local_route(addr)), NLM_F_REQUEST | NLM_F_ACK) {
+            Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    /// Sends one message; returns the route that comes back, or nothing when the kernel just agrees.
+    fn ask(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Option<RouteMessage>> {
+        self.sequence = self.sequence.wrapping_add(1);
+        let mut header = NetlinkHeader::default();
+        (header.flags, header.sequence_number) = (flags, self.sequence);
+        let mut message = NetlinkMessage::new(header, NetlinkPayload::from(message));
+        message.finalize();
+        let mut bytes = vec![0; message.buffer_len()];
+        message.serialize(&mut bytes);
+        self.socket.send(&bytes, 0)?;
+        loop {
+            let (bytes, _) = self.socket.recv_from_full()?;
+            let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(&bytes).map_err(io::Error::other)?;
+            // The rest of an exchange that was given up.
+            if answer.header.sequence_number != self.sequence {
+                continue;
+            }
+            return match answer.payload {
+                NetlinkPayload::Error(error) if error.code.is_some() => Err(error.to_io()),
+                NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewRoute(route)) => Ok(Some(route)),
+                _ => Ok(None),
+            };
+        }
+    }
+}
+
+/// `local ADDR dev lo proto K table local scope host`.
+fn local_route(addr: IpAddr) -> RouteMessage {
+    let mut route = host_route(addr);
+    route.header.kind = RouteType::Local;
+    route.header.scope = RouteScope::Host;
+    route.header.protocol = PROTOCOL;
+    route.header.table = TABLE_LOCAL;
+    route.attributes.push(RouteAttribute::Oif(LOOPBACK));
+    route
+}
+
+/// The route to exactly `addr`.
+fn host_route(addr: IpAddr) -> RouteMessage {
+    match addr {
+        IpAddr::V4(v4) => RouteMessageBuilder::<Ipv4Addr>::new().destination_prefix(v4, prefix(addr)).build(),
+        IpAddr::V6(v6) => RouteMessageBuilder::<Ipv6Addr>::new().destination_prefix(v6, prefix(addr)).build(),
+    }
+}
+
+/// Bits of an address.
+fn prefix(addr: IpAddr) -> u8 {
+    if addr.is_ipv4() { 32 } else { 128 }
+}
+
+/// The kernel's answers for an address that leads nowhere, or that it is told to refuse.
+fn is_no_route(error: &io::Error) -> bool {
+    use nix::libc::{EACCES, EHOSTUNREACH, EINVAL, ENETUNREACH};
+    matches!(error.raw_os_error(), Some(ENETUNREACH | EHOSTUNREACH | EACCES | EINVAL))
+}

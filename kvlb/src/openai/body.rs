@@ -1,0 +1,191 @@
+//! One pass over a request body: where each field that matters lies, read no further than that.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::json::Json;
+use super::miss::{BadBody, Miss, Unsupported};
+
+/// A field's JSON text, or nothing where it is absent or null.
+type Field<'a> = Option<&'a RawValue>;
+
+/// The fields of a body that routing reads, each as the JSON text the client wrote.
+///
+/// Where a key is written twice the last one counts, as for the engine. Fields that routing does not read are skipped
+/// without a look at their meaning, so odd numbers, lone surrogates and any nesting in them are harmless.
+#[derive(Debug, Default)]
+pub(super) struct Fields<'a> {
+    pub(super) model: Field<'a>,
+    pub(super) prompt: Field<'a>,
+    pub(super) messages: Field<'a>,
+    pub(super) token_ids: Field<'a>,
+    pub(super) features: Field<'a>,
+    pub(super) prompt_embeds: Field<'a>,
+    pub(super) suffix: Field<'a>,
+    pub(super) tools: Field<'a>,
+    pub(super) documents: Field<'a>,
+    pub(super) chat_template: Field<'a>,
+    pub(super) chat_template_kwargs: Field<'a>,
+    pub(super) add_generation_prompt: Field<'a>,
+    pub(super) continue_final_message: Field<'a>,
+    pub(super) reasoning_effort: Field<'a>,
+    pub(super) add_special_tokens: Field<'a>,
+    pub(super) truncate_prompt_tokens: Field<'a>,
+    pub(super) truncation_side: Field<'a>,
+    pub(super) max_tokens: Field<'a>,
+    pub(super) max_completion_tokens: Field<'a>,
+    pub(super) kv_transfer_params: Field<'a>,
+    pub(super) cache_salt: Field<'a>,
+    pub(super) n: Field<'a>,
+    pub(super) stream: Field<'a>,
+    pub(super) user: Field<'a>,
+}
+
+impl<'a> Fields<'a> {
+    /// The fields of `body`.
+    ///
+    /// # Errors
+    /// [`BadBody`] when the body is not a JSON object.
+    pub(super) fn read(body: &'a [u8]) -> Result<Self, BadBody> {
+        let mut fields = Self::default();
+        fields.fill(body)?;
+        Ok(fields)
+    }
+
+    /// Takes the fields of `body`; what was read before an error stays.
+    fn fill(&mut self, body: &'a [u8]) -> Result<(), BadBody> {
+        // Python's `json.loads` of bytes accepts a byte order mark.
+        let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
+        let mut reader = serde_json::Deserializer::from_slice(body);
+        match reader.deserialize_map(Filling(self)).and_then(|()| reader.end()) {
+            Ok(()) => Ok(()),
+            Err(error) if error.is_data() => Err(BadBody::NotObject),
+            Err(_error) => Err(BadBody::NotJson),
+        }
+    }
+
+    fn slot(&mut self, key: &str) -> Option<&mut Field<'a>> {
+        Some(match key {
+            "model" => &mut self.model,
+            "prompt" => &mut self.prompt,
+            "messages" => &mut self.messages,
+            "token_ids" => &mut self.token_ids,
+            "features" => &mut self.features,
+            "prompt_embeds" => &mut self.prompt_embeds,
+            "suffix" => &mut self.suffix,
+            "tools" => &mut self.tools,
+            "documents" => &mut self.documents,
+            "chat_template" => &mut self.chat_template,
+            "chat_template_kwargs" => &mut self.chat_template_kwargs,
+            "add_generation_prompt" => &mut self.add_generation_prompt,
+            "continue_final_message" => &mut self.continue_final_message,
+            "reasoning_effort" => &mut self.reasoning_effort,
+            "add_special_tokens" => &mut self.add_special_tokens,
+            "truncate_prompt_tokens" => &mut self.truncate_prompt_tokens,
+            "truncation_side" => &mut self.truncation_side,
+            "max_tokens" => &mut self.max_tokens,
+            "max_completion_tokens" => &mut self.max_completion_tokens,
+            "kv_transfer_params" => &mut self.kv_transfer_params,
+            "cache_salt" => &mut self.cache_salt,
+            "n" => &mut self.n,
+            "stream" => &mut self.stream,
+            "user" => &mut self.user,
+            _ => return None,
+        })
+    }
+}
+
+struct Filling<'f, 'a>(&'f mut Fields<'a>);
+
+impl<'a> Visitor<'a> for Filling<'_, 'a> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'a>>(self, mut entries: A) -> Result<(), A::Error> {
+        while let Some(key) = entries.next_key::<Key<'a>>()? {
+            match self.0.slot(&key.0) {
+                Some(slot) => *slot = Some(entries.next_value::<&'a RawValue>()?).filter(|value| counts(&key.0, value)),
+                None => drop(entries.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a value is more than an absent one. A null `max_tokens` is: it takes the place of the default.
+fn counts(key: &str, value: &RawValue) -> bool {
+    key == "max_tokens" || value.get() != "null"
+}
+
+/// A key, borrowed unless it is written with escapes.
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
+
+/// The `model` of a JSON object; also of one that breaks off after it.
+pub(super) fn model(body: &[u8]) -> Option<String> {
+    let mut fields = Fields::default();
+    match fields.fill(body) {
+        Ok(()) | Err(BadBody::NotJson) => text(fields.model),
+        Err(BadBody::NotObject) => None,
+    }
+}
+
+/// The value of a field.
+///
+/// # Errors
+/// [`Unsupported::Unreadable`] where Python may read what this parser does not.
+pub(super) fn value(field: &RawValue) -> Result<Json, Miss> {
+    serde_json::from_str(field.get()).map_err(|_unreadable| Unsupported::Unreadable.into())
+}
+
+/// A field's text; nothing when it is not text.
+pub(super) fn text(field: Field<'_>) -> Option<String> {
+    serde_json::from_str(field?.get()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_of_two_equal_keys_counts_however_it_is_spelt() {
+        let fields = Fields::read(br#"{"model": "a", "mod\u0065l": "b", "prompt": null}"#).unwrap();
+        assert_eq!(text(fields.model), Some("b".into()));
+        assert!(fields.prompt.is_none());
+    }
+
+    #[test]
+    fn what_routing_does_not_read_may_be_as_odd_as_it_likes() {
+        let deep =
+            format!(r#"{{"x": {}{}, "y": 1e400, "z": "\ud800", "model": "m"}}"#, "[".repeat(9000), "]".repeat(9000));
+        assert_eq!(text(Fields::read(deep.as_bytes()).unwrap().model), Some("m".into()));
+    }
+
+    #[test]
+    fn a_body_that_is_no_object_says_which_way() {
+        for body in [&b"[1]"[..], b"\"text\"", b"7", b"null"] {
+            assert_eq!(Fields::read(body).unwrap_err(), BadBody::NotObject, "{body:?}");
+        }
+        for body in
+            [&b""[..], b"plain text", b"{\"a\": 1", b"{} {}", b"{\"a\": NaN}", b"{'a': 1}", b"\xff\xfe{\x00}\x00"]
+        {
+            assert_eq!(Fields::read(body).unwrap_err(), BadBody::NotJson, "{body:?}");
+        }
+    }
+
+    #[test]
+    fn the_model_is_found_behind_a_byte_order_mark_and_in_a_body_that_breaks_off() {
+        assert_eq!(model(b"\xef\xbb\xbf {\"model\": \"m\"}"), Some("m".into()));
+        assert_eq!(model(br#"{"model": "m", "temperature": NaN"#), Some("m".into()));
+        assert_eq!(model(br#"{"model": 7}"#), None);
+        assert_eq!(model(br#"["model"]"#), None);
+    }
+}

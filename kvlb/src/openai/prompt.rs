@@ -1,0 +1,126 @@
+//! What the choice reads of a request, as values.
+
+use super::json::Json;
+use crate::contract::TokenId;
+
+/// What the choice reads of a request's body.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prompt {
+    /// The model asked for: the `X-Model` header, else the body's `model`. `None` where neither names one.
+    pub model: Option<String>,
+    /// The prompts, each with blocks of its own, at most [`MAX_PROMPTS`](super::MAX_PROMPTS) of them.
+    pub inputs: Vec<Input>,
+    /// Prompts in the request, also those beyond the bound.
+    pub prompts: usize,
+    /// Completions asked for per prompt (`n`), at least one.
+    pub samples: u32,
+    /// `cache_salt`, an extra key of each prompt's first block.
+    pub cache_salt: Option<String>,
+    /// How text becomes tokens.
+    pub options: TokenOptions,
+    /// Whether the answer is streamed.
+    pub stream: bool,
+    /// `user`, by which a conversation can be known.
+    pub user: Option<String>,
+}
+
+impl Prompt {
+    /// How many sequences the engine will run for it: every prompt, as often as completions are asked for.
+    pub fn weight(&self) -> u32 {
+        u32::try_from(self.prompts).unwrap_or(u32::MAX).saturating_mul(self.samples).max(1)
+    }
+}
+
+/// One prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Input {
+    /// Text as it is.
+    Text(String),
+    /// Token ids as they are.
+    Tokens(Vec<TokenId>),
+    /// Messages for the model's chat template.
+    Chat(Box<Chat>),
+}
+
+/// The options of a request that decide which tokens its text becomes.
+///
+/// Source: vLLM 0.32.0, `TokenizeParams` of the completion and chat requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TokenOptions {
+    /// Whether special tokens are added; by default they are for text and are not for chats.
+    pub add_special_tokens: Option<bool>,
+    /// How many tokens are kept.
+    pub truncate: Option<Truncate>,
+    /// Which side goes when tokens are cut off; by default the left one.
+    pub truncation_side: Option<Side>,
+}
+
+/// How many tokens of a prompt are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Truncate {
+    /// At most this many tokens.
+    To(usize),
+    /// As many as fit the model's length (`-1`), less this reserve for the output.
+    ToModel {
+        /// Tokens held back: one where the request may generate any, else none.
+        reserve: usize,
+    },
+}
+
+/// A side of a token sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The first tokens.
+    Left,
+    /// The last tokens.
+    Right,
+}
+
+/// A chat, as far as templates can see it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Chat {
+    /// The messages, in order.
+    pub messages: Vec<Message>,
+    /// The tools as the engine shows them to a template: parsed and written again in its own order of keys.
+    pub tools: Option<Vec<Json>>,
+    /// `documents` for templates that know retrieval.
+    pub documents: Option<Json>,
+    /// `chat_template_kwargs`, in their order.
+    pub template_kwargs: Vec<(String, Json)>,
+    /// A template that the request brings along.
+    pub template: Option<String>,
+    /// Whether the template opens the assistant's turn.
+    pub add_generation_prompt: bool,
+    /// Whether the last message is left open for the model to go on.
+    pub continue_final_message: bool,
+    /// `reasoning_effort`.
+    pub reasoning_effort: Option<String>,
+}
+
+/// One message of a chat.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Message {
+    /// Who speaks.
+    pub role: String,
+    /// What is said, in parts. A plain string is one part; an absent or null content is none.
+    pub content: Vec<Part>,
+    /// `name`, when it is text.
+    pub name: Option<String>,
+    /// The assistant's reasoning, under either of its names.
+    pub reasoning: Option<String>,
+    /// The assistant's tool calls, with the keys in the order in which the engine passes them on.
+    pub tool_calls: Option<Vec<Json>>,
+    /// The call that a tool's message answers: absent, null or text.
+    pub tool_call_id: Option<Json>,
+    /// `task`, a mark of some models.
+    pub task: Option<String>,
+}
+
+/// One text part of a message.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Part {
+    /// The text.
+    pub text: String,
+    /// Keys of the part that no API knows, which the engine hands on to templates that take parts.
+    pub extra: Vec<(String, Json)>,
+}

@@ -1,0 +1,402 @@
+//! The index against a plain model of the same rules, on random streams; and readers beside a busy writer.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
+
+use super::*;
+use crate::contract::TokenId;
+use crate::contract::events::{Attention, Medium, WireHash};
+
+/// Group 0 has full attention and group 1 a window.
+const FULL: (u32, Medium) = (0, Medium::Gpu);
+
+#[derive(Clone, Debug)]
+enum Step {
+    Store { slot: usize, names: Vec<u64>, kind: (u32, Medium) },
+    Remove { slot: usize, name: u64, kind: (u32, Medium) },
+    Clear { slot: usize },
+    Replace { slot: usize },
+}
+
+/// The rules in the plainest words.
+#[derive(Default)]
+struct Plain {
+    slots: Vec<PlainSlot>,
+    names_max: usize,
+    removed_max: usize,
+}
+
+#[derive(Default)]
+struct PlainSlot {
+    copies: BTreeMap<(u64, (u32, Medium)), u8>,
+    held: Vec<u64>,
+    removed: BTreeSet<u64>,
+    /// Removed names that nobody holds, the oldest first.
+    forgotten: Vec<u64>,
+}
+
+impl Plain {
+    fn is_held(&self, name: u64) -> bool {
+        self.slots.iter().any(|slot| slot.held.contains(&name))
+    }
+
+    fn apply(&mut self, step: &Step) {
+        match step {
+            Step::Store { slot, names, kind } => names.iter().for_each(|&name| self.store(*slot, name, *kind)),
+            Step::Remove { slot, name, kind } => self.remove(*slot, *name, *kind),
+            Step::Clear { slot } | Step::Replace { slot } => {
+                let gone = std::mem::take(&mut self.slots[*slot]);
+                gone.held.into_iter().for_each(|name| self.abandon(name));
+            }
+        }
+        for slot in 0..self.slots.len() {
+            while self.slots[slot].held.len() > self.names_max {
+                let oldest = self.slots[slot].held.remove(0);
+                self.slots[slot].copies.remove(&(oldest, FULL));
+                self.abandon(oldest);
+            }
+        }
+    }
+
+    fn store(&mut self, slot: usize, name: u64, kind: (u32, Medium)) {
+        let held_before = self.is_held(name);
+        let own = &mut self.slots[slot];
+        // The first copy that counts is bounded by eviction, the others by refusal.
+        let beyond_first = |(key, &copies): (&(u64, (u32, Medium)), &u8)| key.1 != FULL || copies > 1;
+        let others = own.copies.iter().filter(|&entry| beyond_first(entry)).count();
+        let before = own.copies.get(&(name, kind)).copied().unwrap_or(0);
+        let is_new_other = if kind == FULL { before == 1 } else { before == 0 };
+        if is_new_other && others >= self.names_max {
+            return;
+        }
+        let copies = own.copies.entry((name, kind)).or_insert(0);
+        *copies = (*copies + 1).min(3);
+        if kind != FULL || own.held.contains(&name) {
+            return;
+        }
+        own.held.push(name);
+        own.removed.remove(&name);
+        if !held_before {
+            self.slots.iter_mut().for_each(|slot| slot.forgotten.retain(|&other| other != name));
+        }
+    }
+
+    fn remove(&mut self, slot: usize, name: u64, kind: (u32, Medium)) {
+        let own = &mut self.slots[slot];
+        let Some(copies) = own.copies.get_mut(&(name, kind)) else { return };
+        *copies -= 1;
+        if *copies > 0 {
+            return;
+        }
+        own.copies.remove(&(name, kind));
+        if kind == FULL {
+            own.held.retain(|&other| other != name);
+            own.removed.insert(name);
+            self.abandon(name);
+        }
+    }
+
+    fn abandon(&mut self, name: u64) {
+        if self.is_held(name) {
+            return;
+        }
+        let removed_max = self.removed_max;
+        for slot in self.slots.iter_mut().filter(|slot| slot.removed.contains(&name)) {
+            slot.forgotten.push(name);
+            if slot.forgotten.len() > removed_max {
+                let oldest = slot.forgotten.remove(0);
+                slot.removed.remove(&oldest);
+            }
+        }
+    }
+
+    fn overlap(&self, slot: usize, names: &[u64]) -> (u32, u32) {
+        let own = &self.slots[slot];
+        let (mut depth, mut removed_run, mut broken) = (0, 0, false);
+        for (position, name) in names.iter().enumerate() {
+            let held = own.held.contains(name);
+            removed_run = if own.removed.contains(name) && !held { removed_run + 1 } else { 0 };
+            broken |= removed_run > 2;
+            if held && !broken {
+                depth = position + 1;
+            }
+        }
+        let count = names.iter().filter(|name| own.held.contains(name)).count();
+        (depth.try_into().unwrap(), count.try_into().unwrap())
+    }
+}
+
+fn wire(names: &[u64]) -> Vec<WireHash> {
+    names.iter().map(|&name| BlockHash(name).into()).collect()
+}
+
+fn store(names: &[u64], (group, medium): (u32, Medium)) -> Event {
+    let attention = if group == 0 { Attention::Full } else { Attention::Partial };
+    Event::Stored(Stored { hashes: wire(names), group: Some(group), medium, attention, ..Stored::default() })
+}
+
+fn remove(name: u64, (group, medium): (u32, Medium)) -> Event {
+    Event::Removed(Removed { hashes: wire(&[name]), medium, group: Some(group) })
+}
+
+const SLOTS: usize = 3;
+
+fn step(clears: bool) -> impl Strategy<Value = Step> {
+    let slot = 0..SLOTS;
+    // Zero and its neighbours are names like any other.
+    let name = prop_oneof![0..40u64, (0..6u64).prop_map(|low| u64::MAX - low), (0..6u64).prop_map(|high| high << 58)];
+    let kind = prop_oneof![6 => Just(FULL), 1 => Just((1, Medium::Gpu)), 1 => Just((0, Medium::Cpu))];
+    let names = prop::collection::vec(name.clone(), 0..8);
+    let clear = u32::from(clears);
+    prop_oneof![
+        12 => (slot.clone(), names, kind.clone()).prop_map(|(slot, names, kind)| Step::Store { slot, names, kind }),
+        20 => (slot.clone(), name, kind).prop_map(|(slot, name, kind)| Step::Remove { slot, name, kind }),
+        clear => slot.clone().prop_map(|slot| Step::Clear { slot }),
+        clear => slot.prop_map(|slot| Step::Replace { slot }),
+    ]
+}
+
+/// Runs steps through the index and the plain model, and compares everything that can be asked after each.
+fn differential(
+    config: IndexConfig,
+    padding: usize,
+    broken: bool,
+    steps: &[Step],
+    query: &[u64],
+) -> Result<(), TestCaseError> {
+    let index = Index::new(config);
+    index.writer.lock().broken = broken;
+    // Slots in front move those under test to other words of the bitmap.
+    for _ in 0..padding {
+        index.add_slot().unwrap();
+    }
+    let mut slots: Vec<_> = (0..SLOTS).map(|_| index.add_slot().unwrap()).collect();
+    let mut plain = Plain {
+        slots: (0..SLOTS).map(|_| PlainSlot::default()).collect(),
+        names_max: config.max_blocks.unwrap_or(usize::MAX),
+        removed_max: config.removed_max,
+    };
+    for step in steps {
+        match step {
+            Step::Store { slot, names, kind } => {
+                index.apply(slots[*slot], &store(names, *kind));
+            }
+            Step::Remove { slot, name, kind } => {
+                index.apply(slots[*slot], &remove(*name, *kind));
+            }
+            Step::Clear { slot } => index.clear(slots[*slot]),
+            Step::Replace { slot } => {
+                index.remove_slot(slots[*slot]);
+                slots[*slot] = index.add_slot().unwrap();
+            }
+        }
+        plain.apply(step);
+        compare(&index, &slots, &plain, query)?;
+    }
+    for &slot in &slots {
+        index.remove_slot(slot);
+    }
+    let writer = index.writer.lock();
+    for shard in 0..SHARDS {
+        for word in 0..writer.slots.len() {
+            prop_assert!(writer.held.with_bits(shard, word, u64::MAX).is_empty(), "removed slots leave nothing");
+            prop_assert!(writer.removed.with_bits(shard, word, u64::MAX).is_empty(), "removed slots leave nothing");
+        }
+    }
+    Ok(())
+}
+
+fn compare(index: &Index, slots: &[SlotId], plain: &Plain, query: &[u64]) -> Result<(), TestCaseError> {
+    let names: Vec<_> = query.iter().map(|&name| BlockHash(name)).collect();
+    let mut overlaps = Vec::new();
+    index.overlaps(&names, &mut overlaps);
+    for (number, &slot) in slots.iter().enumerate() {
+        let own = &plain.slots[number];
+        let mut held: Vec<_> = own.held.iter().map(|&name| BlockHash(name)).collect();
+        held.sort_unstable();
+        prop_assert_eq!(index.blocks(slot), held.len());
+        prop_assert_eq!(index.names(slot), held);
+        let aside: u32 = own.copies.iter().map(|(key, &copies)| u32::from(copies - u8::from(key.1 == FULL))).sum();
+        prop_assert_eq!(index.copies(slot).iter().map(|copy| u32::from(copy.2)).sum::<u32>(), aside);
+        let (depth, count) = plain.overlap(number, query);
+        let overlap = overlaps.iter().find(|overlap| overlap.slot == slot);
+        prop_assert_eq!(overlap, Some(&Overlap { slot, depth, count }));
+    }
+    Ok(())
+}
+
+fn run(clears: bool, config: IndexConfig, padding: usize, broken: bool) -> Result<(), String> {
+    let steps = prop::collection::vec(step(clears), 0..120);
+    let query = prop::collection::vec(0..45u64, 0..140);
+    let mut runner = TestRunner::new(Config { failure_persistence: None, ..Config::with_cases(300) });
+    let result = runner.run(&(steps, query), |(steps, query)| differential(config, padding, broken, &steps, &query));
+    result.map_err(|failure| failure.to_string())
+}
+
+fn bounded(max_blocks: Option<usize>, removed_max: usize) -> IndexConfig {
+    IndexConfig { max_blocks, removed_max, seed: 77, ..IndexConfig::default() }
+}
+
+#[test]
+fn it_agrees_with_a_plain_model_on_random_streams() {
+    run(true, bounded(None, 1000), 0, false).unwrap();
+}
+
+#[test]
+fn it_agrees_within_small_bounds() {
+    // A cleared slot hands its names over to other slots' memories in no particular order, so none is cleared here.
+    run(false, bounded(Some(6), 5), 0, false).unwrap();
+    run(false, bounded(Some(1), 0), 0, false).unwrap();
+}
+
+#[test]
+fn it_agrees_with_more_slots_than_one_word_holds() {
+    run(true, bounded(Some(20), 1000), 62, false).unwrap();
+    run(true, bounded(None, 1000), 200, false).unwrap();
+}
+
+#[test]
+fn an_index_that_forgets_a_duplicate_at_its_first_removal_is_caught() {
+    let failure = run(true, bounded(None, 1000), 0, true).expect_err("the comparison must notice");
+    assert!(failure.contains("assertion failed"), "{failure}");
+}
+
+fn index_with(names: &[u64]) -> (Index, SlotId) {
+    let index = Index::new(IndexConfig::default());
+    let slot = index.add_slot().unwrap();
+    index.apply(slot, &store(names, FULL));
+    (index, slot)
+}
+
+fn depth(index: &Index, names: &[u64]) -> u32 {
+    let mut overlaps = Vec::new();
+    index.overlaps(&names.iter().map(|&name| BlockHash(name)).collect::<Vec<_>>(), &mut overlaps);
+    overlaps[0].depth
+}
+
+#[test]
+fn an_event_says_what_it_changed() {
+    let (index, slot) = index_with(&[1, 2]);
+    assert_eq!(index.apply(slot, &store(&[2, 3], FULL)), Applied { stored: 1, ..Applied::default() });
+    assert_eq!(index.apply(slot, &remove(2, FULL)), Applied::default(), "one of two copies");
+    assert_eq!(index.apply(slot, &remove(2, FULL)), Applied { removed: 1, ..Applied::default() });
+    assert_eq!(index.apply(slot, &remove(2, FULL)), Applied { unknown: 1, ..Applied::default() });
+    assert_eq!(index.apply(slot, &Event::Cleared), Applied { removed: 2, ..Applied::default() });
+}
+
+#[test]
+fn a_block_stored_again_restores_the_depth() {
+    let names = [1, 2, 3, 4, 5, 6, 7];
+    let (index, slot) = index_with(&names);
+    assert_eq!(depth(&index, &names), 7);
+    for name in [3, 4, 5] {
+        index.apply(slot, &remove(name, FULL));
+    }
+    assert_eq!(depth(&index, &names), 2);
+    index.apply(slot, &store(&[3], FULL));
+    assert_eq!(depth(&index, &names), 7, "two removed blocks may be spurious");
+}
+
+#[test]
+fn a_window_never_makes_a_block_present() {
+    let index = Index::new(IndexConfig::default());
+    let slot = index.add_slot().unwrap();
+    index.apply(slot, &store(&[1, 2], (1, Medium::Gpu)));
+    assert_eq!((depth(&index, &[1, 2]), index.blocks(slot)), (0, 0));
+    index.apply(slot, &store(&[1, 2], FULL));
+    index.apply(slot, &remove(2, (1, Medium::Gpu)));
+    assert_eq!((depth(&index, &[1, 2]), index.blocks(slot)), (2, 2));
+}
+
+#[test]
+fn a_group_that_proves_to_be_a_window_no_longer_counts() {
+    let index = Index::new(IndexConfig::default());
+    let slot = index.add_slot().unwrap();
+    let unstated = |group, names: &[u64], tokens: usize| {
+        let tokens = vec![TokenId(0); tokens];
+        Event::Stored(Stored { hashes: wire(names), tokens, block_size: 16, group: Some(group), ..Stored::default() })
+    };
+    index.apply(slot, &unstated(0, &[1, 2], 32));
+    index.apply(slot, &unstated(1, &[1, 2], 32));
+    assert_eq!(depth(&index, &[1, 2, 3]), 2);
+    index.apply(slot, &unstated(0, &[3], 48));
+    assert_eq!((depth(&index, &[1, 2, 3]), index.blocks(slot)), (0, 0));
+    index.apply(slot, &unstated(1, &[3], 16));
+    assert_eq!((depth(&index, &[1, 2, 3]), index.blocks(slot)), (3, 3), "the other group's copies were kept");
+}
+
+#[test]
+fn the_engines_size_bounds_what_is_kept_and_the_operator_overrules_it() {
+    let names: Vec<_> = (0..100).collect();
+    let (index, slot) = index_with(&names);
+    index.set_gpu_blocks(slot, 10);
+    assert_eq!(index.blocks(slot), 40);
+    assert_eq!(index.apply(slot, &store(&[1000, 1001], FULL)).evicted, 2);
+    assert!(depth(&index, &[1000, 1001]) == 2);
+    let index = Index::new(IndexConfig { max_blocks: Some(60), ..IndexConfig::default() });
+    let slot = index.add_slot().unwrap();
+    index.set_gpu_blocks(slot, 10);
+    assert_eq!(index.apply(slot, &store(&names, FULL)).evicted, 40);
+    assert_eq!(index.names(slot), (40..100).map(BlockHash).collect::<Vec<_>>(), "the oldest went");
+}
+
+#[test]
+fn names_that_come_and_go_for_ever_take_no_room() {
+    let index = Index::new(IndexConfig { removed_max: 1000, ..IndexConfig::default() });
+    let slot = index.add_slot().unwrap();
+    for round in 0..3000 {
+        let names: Vec<_> = (round * 100..round * 100 + 100).collect();
+        index.apply(slot, &store(&names, FULL));
+        for &name in &names {
+            index.apply(slot, &remove(name, FULL));
+        }
+    }
+    let writer = index.writer.lock();
+    let cells = |map: &Map| map.view.tables.iter().map(table::Table::capacity).sum::<usize>();
+    assert!(cells(&writer.held) < 6000 && cells(&writer.removed) < 6000, "a thousand names are remembered");
+    assert_eq!(index.blocks(slot), 0);
+}
+
+#[test]
+fn slots_run_out_and_come_back() {
+    let index = Index::new(IndexConfig::default());
+    let slots: Vec<_> = std::iter::from_fn(|| index.add_slot()).collect();
+    assert_eq!(slots.len(), SLOTS_MAX);
+    index.apply(slots[1023], &store(&[5], FULL));
+    assert_eq!(index.names(slots[1023]), [BlockHash(5)]);
+    index.remove_slot(slots[7]);
+    assert_eq!(index.add_slot(), Some(slots[7]));
+}
+
+/// The writer stores and removes whole prompts; a reader never sees a block of a prompt that was never stored, and
+/// always sees one that is never removed.
+#[test]
+fn readers_beside_a_busy_writer_see_what_stays_and_nothing_that_never_was() {
+    let index = Index::new(IndexConfig::default());
+    let slot = index.add_slot().unwrap();
+    let stays: Vec<u64> = (0..500).map(|name| name * 3 + 1).collect();
+    index.apply(slot, &store(&stays, FULL));
+    let never: Vec<_> = (0..500).map(|name| BlockHash(1 << 40 | name)).collect();
+    let stays: Vec<_> = stays.into_iter().map(BlockHash).collect();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            for round in 0..60_u64 {
+                let names: Vec<_> = (0..2000).map(|name| (round + 2) << 44 | name).collect();
+                index.apply(slot, &store(&names, FULL));
+                for &name in &names {
+                    index.apply(slot, &remove(name, FULL));
+                }
+            }
+        });
+        let mut overlaps = Vec::new();
+        while !writer.is_finished() {
+            index.overlaps(&stays, &mut overlaps);
+            assert_eq!((overlaps[0].depth, overlaps[0].count), (500, 500));
+            index.overlaps(&never, &mut overlaps);
+            assert_eq!((overlaps[0].depth, overlaps[0].count), (0, 0));
+        }
+    });
+    assert_eq!(index.names(slot), stays);
+}

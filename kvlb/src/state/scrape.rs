@@ -1,0 +1,126 @@
+//! Gauges of live state, set when a metrics page is made: a series goes when its rule goes.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use prometheus::core::Collector as _;
+
+use super::kv::EndpointKv;
+use super::{Endpoint, Service, State, Table};
+use crate::clock;
+use crate::contract::attest::Contract;
+use crate::router::Reason;
+use crate::telemetry::Metrics;
+
+/// The metrics page, with every gauge set to what `state` holds now; `more` sets those that show something else. One page
+/// is made at a time: what is read from live state is set anew for each, and two at once would count it twice.
+///
+/// # Errors
+/// When a family cannot be encoded.
+pub fn page(state: &State, more: impl FnOnce(&Metrics)) -> Result<String, prometheus::Error> {
+    let _one_at_a_time = state.scraping.lock();
+    set(state);
+    more(&state.metrics);
+    state.metrics.render()
+}
+
+fn set(state: &State) {
+    let metrics = &state.metrics;
+    forget(metrics);
+    // A counter that is not there until it moves hides its first step from `increase()`.
+    for reason in Reason::ALL {
+        metrics.miss_reasons.with_label_values(&[reason.label()]);
+    }
+    let table = state.table();
+    forget_requests(metrics, &table);
+    for service in table.services() {
+        for (position, endpoint) in service.endpoints.iter().enumerate() {
+            show(metrics, service, position, endpoint);
+        }
+    }
+    for (what, _why) in state.degraded() {
+        metrics.degraded.with_label_values(&[what]).set(1);
+    }
+}
+
+fn forget(metrics: &Metrics) {
+    for family in [&metrics.blocks, &metrics.subscriber_connected, &metrics.endpoint_load, &metrics.endpoint_eligible] {
+        family.reset();
+    }
+    metrics.contract.reset();
+    metrics.degraded.reset();
+    metrics.event_age_seconds.reset();
+    metrics.event_lag_seconds.reset();
+    for family in
+        [&metrics.subscriber_reconnects, &metrics.subscriber_recv_errors, &metrics.cap_evictions, &metrics.event_stream]
+    {
+        family.reset();
+    }
+}
+
+/// Requests are counted as they end, which may be after their rule went: its series go here.
+fn forget_requests(metrics: &Metrics, table: &Table) {
+    let in_force: BTreeSet<String> = table.services().iter().map(|service| service.rule().id.to_string()).collect();
+    for family in metrics.requests.collect() {
+        for series in family.get_metric() {
+            let label = |name: &str| {
+                series.get_label().iter().find(|label| label.name() == name).map_or("", |label| label.value())
+            };
+            let (service, class) = (label("service"), label("class"));
+            // Gone already is as good.
+            if !in_force.contains(service) && metrics.requests.remove_label_values(&[service, class]).is_err() {
+                tracing::debug!(service, class, "no such series");
+            }
+        }
+    }
+}
+
+fn show(metrics: &Metrics, service: &Service, position: usize, endpoint: &Endpoint) {
+    let (rule, ep_idx) = (service.rule().id.to_string(), position.to_string());
+    let labels = [rule.as_str(), ep_idx.as_str()];
+    metrics.endpoint_load.with_label_values(&labels).set(endpoint.meters.load().into());
+    metrics.endpoint_eligible.with_label_values(&labels).set(endpoint.condition().eligible().into());
+    if let Some(kv) = &endpoint.kv {
+        metrics.hits.with_label_values(&[ep_idx.as_str()]);
+        show_kv(metrics, labels, &endpoint.spec.key.to_string(), kv);
+    }
+}
+
+fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
+    let status = kv.status(clock::now());
+    metrics.blocks.with_label_values(&labels).set(i64::try_from(status.blocks).unwrap_or(i64::MAX));
+    if let Some(age) = status.last_event_age {
+        metrics.event_age_seconds.with_label_values(&labels).set(age.as_secs_f64());
+        metrics.event_lag_seconds.with_label_values(&labels).set(kv.lag().as_secs_f64());
+    }
+    show_contract(metrics, labels, &status.contract);
+    let of_socket = [labels[0], place];
+    metrics.subscriber_connected.with_label_values(&of_socket).set(status.connected.into());
+    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let counters = &kv.counters;
+    metrics.subscriber_reconnects.with_label_values(&of_socket).inc_by(read(&counters.reconnects));
+    metrics.subscriber_recv_errors.with_label_values(&of_socket).inc_by(read(&counters.recv_errors));
+    metrics.cap_evictions.with_label_values(&of_socket).inc_by(read(&counters.evicted));
+    for (what, counter) in [
+        ("batches", &counters.batches),
+        ("stored", &counters.stored),
+        ("removed", &counters.removed),
+        ("unknown_removals", &counters.unknown_removals),
+        ("gaps", &counters.gaps),
+        ("missed", &counters.missed),
+        ("restarts", &counters.restarts),
+        ("replays", &counters.replays),
+        ("duplicates", &counters.duplicates),
+        ("dropped", &counters.dropped),
+        ("undecodable", &counters.undecodable),
+        ("unknown", &counters.unknown),
+        ("ranks_refused", &counters.ranks_refused),
+    ] {
+        metrics.event_stream.with_label_values(&[labels[0], labels[1], what]).inc_by(read(counter));
+    }
+}
+
+fn show_contract(metrics: &Metrics, labels: [&str; 2], contract: &Contract) {
+    let leg = contract.leg().map_or("", |leg| leg.label());
+    metrics.contract.with_label_values(&[labels[0], labels[1], contract.label(), leg]).set(1);
+}

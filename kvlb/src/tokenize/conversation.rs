@@ -1,0 +1,198 @@
+//! The messages of a chat as the engine shows them to a template.
+//!
+//! Source: vLLM 0.32.0, `_parse_chat_message_content`, `_convert_developer_to_system`, `_consolidate_system_messages`.
+
+use std::borrow::Cow;
+
+use minijinja::Value;
+
+use super::syntax::ContentFormat;
+use super::value::{self, Dict};
+use crate::openai::{Json, Message, Part};
+
+/// One message on its way into a template.
+#[derive(Debug)]
+pub(super) struct Turn<'m> {
+    role: &'m str,
+    content: Content<'m>,
+    /// The message this turn is made of; none for a merged one.
+    message: Option<&'m Message>,
+}
+
+#[derive(Debug)]
+enum Content<'m> {
+    Text(Cow<'m, str>),
+    Parts(Vec<ShownPart<'m>>),
+}
+
+/// A part's text, and its keys that no API knows.
+type ShownPart<'m> = (Cow<'m, str>, &'m [(String, Json)]);
+
+/// The turns of `messages` in the form that the template takes.
+///
+/// A template that does not know developers gets their messages as the system's, and all of those as one at the front.
+pub(super) fn turns(messages: &[Message], format: ContentFormat, knows_developers: bool) -> Vec<Turn<'_>> {
+    let mut turns: Vec<Turn<'_>> = messages.iter().map(|message| Turn::new(message, format)).collect();
+    if !knows_developers && turns.iter().any(|turn| turn.role == "developer") {
+        for turn in turns.iter_mut().filter(|turn| turn.role == "developer") {
+            turn.role = "system";
+        }
+        return one_system_turn(turns);
+    }
+    turns
+}
+
+/// Merges the system's turns into one at the front, unless the only one is there already.
+fn one_system_turn(turns: Vec<Turn<'_>>) -> Vec<Turn<'_>> {
+    if turns.iter().skip(1).all(|turn| turn.role != "system") {
+        return turns;
+    }
+    let (system, mut rest): (Vec<_>, Vec<_>) = turns.into_iter().partition(|turn| turn.role == "system");
+    let texts: Vec<_> = system.iter().map(Turn::text).filter(|text| !text.is_empty()).collect();
+    rest.insert(0, Turn { role: "system", content: Content::Text(texts.join("\n\n").into()), message: None });
+    rest
+}
+
+impl<'m> Turn<'m> {
+    fn new(message: &'m Message, format: ContentFormat) -> Self {
+        let texts = || message.content.iter().map(|part| part.text.as_str());
+        let content = match format {
+            // Parts without text do not count here.
+            ContentFormat::Text => Content::Text(joined(&message.content, texts().filter(|text| !text.is_empty()))),
+            // Most templates that take parts still want plain text from a tool.
+            ContentFormat::Parts if message.role == "tool" => Content::Text(joined(&message.content, texts())),
+            ContentFormat::Parts => Content::Parts(
+                message.content.iter().map(|part| (Cow::from(&part.text), part.extra.as_slice())).collect(),
+            ),
+        };
+        Self { role: &message.role, content, message: Some(message) }
+    }
+
+    /// The content as one text.
+    fn text(&self) -> Cow<'_, str> {
+        match &self.content {
+            Content::Text(text) => Cow::Borrowed(text),
+            Content::Parts(parts) => parts.iter().map(|(text, _)| &**text).collect::<Vec<_>>().join("\n").into(),
+        }
+    }
+
+    /// Appends `mark` to the last text of the turn and gives that text back as it was; `None` where there is none.
+    pub(super) fn mark_end(&mut self, mark: &str) -> Option<String> {
+        let text = match &mut self.content {
+            Content::Text(text) => text,
+            Content::Parts(parts) => &mut parts.last_mut()?.0,
+        };
+        let before = text.to_string();
+        text.to_mut().push_str(mark);
+        Some(before)
+    }
+
+    /// The turn as a template sees it; `None` where a number in it has no exact form.
+    pub(super) fn value(&self) -> Option<Value> {
+        let mut dict = Dict::default();
+        dict.push("role", self.role);
+        dict.push("content", self.content.value()?);
+        if let Some(message) = self.message {
+            push_rest(&mut dict, self.role, message)?;
+        }
+        Some(dict.into())
+    }
+}
+
+fn push_rest(dict: &mut Dict, role: &str, message: &Message) -> Option<()> {
+    if let Some(calls) = &message.tool_calls {
+        dict.push("tool_calls", value::list(calls.iter().map(value::value).collect::<Option<_>>()?));
+    }
+    if let Some(reasoning) = &message.reasoning {
+        dict.push("reasoning", reasoning.as_str());
+        dict.push("reasoning_content", reasoning.as_str());
+    }
+    if let Some(id) = &message.tool_call_id {
+        dict.push("tool_call_id", value::value(id)?);
+    }
+    if let Some(name) = &message.name {
+        dict.push("name", name.as_str());
+    }
+    if let Some(task) = &message.task {
+        dict.push("task", task.as_str());
+    }
+    if role == "developer" {
+        dict.push("tools", ());
+    }
+    Some(())
+}
+
+impl Content<'_> {
+    fn value(&self) -> Option<Value> {
+        match self {
+            Self::Text(text) => Some(Value::from(&**text)),
+            Self::Parts(parts) => parts.iter().map(part_value).collect::<Option<_>>().map(value::list),
+        }
+    }
+}
+
+fn part_value((text, extra): &ShownPart<'_>) -> Option<Value> {
+    let mut dict = Dict::default();
+    dict.push("type", "text");
+    dict.push("text", &**text);
+    for (key, item) in *extra {
+        dict.push(key, value::value(item)?);
+    }
+    Some(dict.into())
+}
+
+/// The texts with a newline between them; a single part is not copied.
+fn joined<'m>(parts: &'m [Part], texts: impl Iterator<Item = &'m str>) -> Cow<'m, str> {
+    match parts {
+        [only] => Cow::from(&only.text),
+        _ => texts.collect::<Vec<_>>().join("\n").into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(role: &str, parts: &[&str]) -> Message {
+        let content = parts.iter().map(|text| Part { text: (*text).into(), extra: Vec::new() }).collect();
+        Message { role: role.into(), content, ..Message::default() }
+    }
+
+    fn shown(turns: &[Turn<'_>]) -> Vec<(String, String)> {
+        turns.iter().map(|turn| (turn.role.to_owned(), turn.text().into_owned())).collect()
+    }
+
+    fn pairs(list: &[(&str, &str)]) -> Vec<(String, String)> {
+        list.iter().map(|(role, text)| ((*role).to_owned(), (*text).to_owned())).collect()
+    }
+
+    #[test]
+    fn parts_are_joined_by_one_newline_and_empty_ones_do_not_count() {
+        let messages = [message("user", &["a", "", "b"]), message("user", &[])];
+        assert_eq!(shown(&turns(&messages, ContentFormat::Text, false)), pairs(&[("user", "a\nb"), ("user", "")]));
+    }
+
+    #[test]
+    fn a_tool_s_parts_are_text_even_where_parts_are_taken() {
+        let messages = [message("tool", &["a", "b"])];
+        let turns = turns(&messages, ContentFormat::Parts, false);
+        assert_eq!(turns[0].value().unwrap().get_attr("content").unwrap().as_str(), Some("a\nb"));
+    }
+
+    #[test]
+    fn developers_become_the_system_at_the_front_of_a_template_that_does_not_know_them() {
+        let messages = [message("system", &["a"]), message("user", &["b"]), message("developer", &["c"])];
+        let merged = turns(&messages, ContentFormat::Text, false);
+        assert_eq!(shown(&merged), pairs(&[("system", "a\n\nc"), ("user", "b")]));
+        let kept = turns(&messages, ContentFormat::Text, true);
+        assert_eq!(shown(&kept), pairs(&[("system", "a"), ("user", "b"), ("developer", "c")]));
+        let first = [message("developer", &["c"]), message("user", &["b"])];
+        assert_eq!(shown(&turns(&first, ContentFormat::Text, false)), pairs(&[("system", "c"), ("user", "b")]));
+    }
+
+    #[test]
+    fn system_turns_alone_stay_where_they_are() {
+        let messages = [message("system", &["a"]), message("system", &["b"])];
+        assert_eq!(turns(&messages, ContentFormat::Text, false).len(), 2);
+    }
+}

@@ -1,0 +1,193 @@
+//! A chat template, ready to render.
+
+use minijinja::{Environment, Error, ErrorKind, Value};
+
+use super::conversation::{self, Turn};
+use super::date::WallTime;
+use super::miss::Miss;
+use super::python::{self, NoClock, Raised};
+use super::syntax::{self, NAME, Reading};
+use super::value::{self, Dict};
+use crate::openai::{Chat, Json};
+
+/// What marks the place where the last message is left open. It ends in a space so that a template which trims shows.
+const END_MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub(super) struct Template {
+    environment: Environment<'static>,
+    reading: Reading,
+    source: String,
+}
+
+/// The named special tokens of a tokenizer, as a template sees them: `bos_token` and its like.
+#[derive(Clone, Debug, Default)]
+pub(super) struct SpecialTokens {
+    /// Names and texts, in the order of transformers.
+    pub(super) named: Vec<(String, String)>,
+    /// Some of them may be in a file that was not handed in.
+    pub(super) incomplete: bool,
+}
+
+impl Template {
+    /// Compiles `source`.
+    ///
+    /// # Errors
+    /// The template engine's own, when it is not a template.
+    pub(super) fn new(source: &str) -> Result<Self, Error> {
+        let source = plain_source(source);
+        let reading = syntax::read(&source)?;
+        let mut environment = python::environment();
+        environment.add_template_owned(NAME, reading.source.clone())?;
+        Ok(Self { environment, reading, source })
+    }
+
+    /// Why this template's renderings cannot be trusted to be the engine's, if so.
+    pub(super) fn doubt(&self, special: &SpecialTokens) -> Option<&'static str> {
+        let names_special = || ["bos_token", "eos_token"].iter().any(|name| self.source.contains(name));
+        self.reading.doubt.or_else(|| (special.incomplete && names_special()).then_some("special tokens are not known"))
+    }
+
+    /// The prompt's text for `chat`.
+    ///
+    /// # Errors
+    /// [`Miss`] where the engine would refuse the chat, and where its text cannot be known.
+    pub(super) fn render(&self, chat: &Chat, special: &SpecialTokens, now: Option<WallTime>) -> Result<String, Miss> {
+        if chat.continue_final_message && chat.add_generation_prompt {
+            return Err(Miss::Rejected);
+        }
+        let knows_developers = self.source.contains("\"developer\"") || self.source.contains("'developer'");
+        let mut turns = conversation::turns(&chat.messages, self.reading.format, knows_developers);
+        let open = if chat.continue_final_message { Some(open_end(&mut turns)?) } else { None };
+        let variables = variables(chat, &turns, special, now).ok_or(Miss::Number)?;
+        let text = self.fill(variables)?;
+        match open {
+            Some(last) if self.source.contains("content") => cut(text, &last),
+            Some(_) => Err(Miss::Rejected),
+            None => Ok(text),
+        }
+    }
+
+    fn fill(&self, variables: Dict) -> Result<String, Miss> {
+        let template = self.environment.get_template(NAME).map_err(|error| why(&error))?;
+        let (text, unknown) = value::watching_prints(|| template.render(Value::from(variables)));
+        match text {
+            Ok(_) if unknown => Err(Miss::Template),
+            Ok(text) => Ok(text),
+            Err(error) => Err(why(&error)),
+        }
+    }
+}
+
+/// The source as Jinja2 reads it, without the `generation` tags that only mark a region for training.
+fn plain_source(source: &str) -> String {
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    without_generation_tags(&source)
+}
+
+/// `{% generation %} … {% endgeneration %}` as a `with` block, which scopes in the same way and prints the same.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start + 2);
+        out.push_str(before);
+        let Some(end) = tag.find("%}") else { break };
+        let (inside, after) = tag.split_at(end);
+        match inside.trim_matches(['-', '+']).trim() {
+            "generation" => out.push_str(&inside.replace("generation", "with")),
+            "endgeneration" => out.push_str(&inside.replace("endgeneration", "endwith")),
+            _ => out.push_str(inside),
+        }
+        rest = after;
+        if rest.is_empty() {
+            break;
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Marks the end of the last turn and gives its text.
+fn open_end(turns: &mut [Turn<'_>]) -> Result<String, Miss> {
+    turns.last_mut().and_then(|turn| turn.mark_end(END_MARK)).ok_or(Miss::Rejected)
+}
+
+/// Cuts `text` off where the last message, whose own text is `last`, ends.
+///
+/// Source: transformers 5.19, `render_jinja_template`.
+fn cut(mut text: String, last: &str) -> Result<String, Miss> {
+    let mark = END_MARK.trim_end();
+    let place =
+        text.rfind(mark).filter(|_| text.contains(last.trim_matches(python::is_space))).ok_or(Miss::Rejected)?;
+    if text[place..].starts_with(END_MARK) {
+        text.truncate(place);
+    } else {
+        // The template trims the message, so the space before the mark goes as well.
+        text.truncate(text[..place].trim_end_matches(python::is_space).len());
+    }
+    Ok(text)
+}
+
+/// All variables that the engine passes; `None` where a number among them has no exact form.
+///
+/// Source: vLLM 0.32.0, `build_chat_params` and `safe_apply_chat_template`; transformers 5.19, `apply_chat_template`.
+fn variables(chat: &Chat, turns: &[Turn<'_>], special: &SpecialTokens, now: Option<WallTime>) -> Option<Dict> {
+    let mut variables = Dict::default();
+    for (name, token) in &special.named {
+        variables.push(name, token.as_str());
+    }
+    // The first is a parameter of the engine's and no variable; the second is no name that a template can read.
+    for (name, json) in
+        chat.template_kwargs.iter().filter(|(name, _)| name != "continue_final_message" && name != python::NOW)
+    {
+        variables.set(name, value::value(json)?);
+    }
+    if let Some(effort) = &chat.reasoning_effort {
+        variables.set("reasoning_effort", Value::from(effort.as_str()));
+        if !chat.template_kwargs.iter().any(|(name, _)| name == "enable_thinking") {
+            variables.set("enable_thinking", Value::from(effort != "none"));
+        }
+    }
+    let given_documents = chat.template_kwargs.iter().any(|(name, _)| name == "documents");
+    if chat.documents.is_some() || !given_documents {
+        variables.set("documents", optional(chat.documents.as_ref())?);
+    }
+    variables.set("messages", value::list(turns.iter().map(Turn::value).collect::<Option<_>>()?));
+    variables.set("tools", tools(chat.tools.as_deref())?);
+    variables.set("add_generation_prompt", Value::from(chat.add_generation_prompt));
+    if let Some(now) = now {
+        variables.set(python::NOW, Value::from(now.seconds()));
+    }
+    Some(variables)
+}
+
+fn optional(json: Option<&Json>) -> Option<Value> {
+    json.map_or(Some(Value::from(())), value::value)
+}
+
+fn tools(tools: Option<&[Json]>) -> Option<Value> {
+    match tools {
+        None => Some(Value::from(())),
+        Some(tools) => tools.iter().map(value::value).collect::<Option<_>>().map(value::list),
+    }
+}
+
+/// What a failed rendering means.
+fn why(error: &Error) -> Miss {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if error.is::<Raised>() {
+            return Miss::Rejected;
+        }
+        if error.is::<NoClock>() {
+            return Miss::Clock;
+        }
+        if error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::OutOfFuel) {
+            return Miss::Work;
+        }
+        cause = error.source();
+    }
+    Miss::Template
+}

@@ -1,0 +1,117 @@
+//! `/metrics` in the shape of the recorded engine: its families, labels and buckets, with this engine's values.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use super::config::EngineConfig;
+use super::scheduler::Scheduler;
+
+/// The recorded text without its values (see `tests/golden/vllm-0.32.0/metrics.txt.gz`). A value that stays is fixed; the series of
+/// the `http_*` families come from the journal or are left out.
+const TEMPLATE: &str = include_str!("metrics.template");
+
+/// Answers counted by handler, method and status class.
+pub(super) type HttpCounts = BTreeMap<(String, String, String), u64>;
+
+/// The whole text.
+pub(super) fn render(config: &EngineConfig, scheduler: &Scheduler, started: f64, http: &HttpCounts) -> String {
+    let values = Values { scheduler, started };
+    let template = fill(config);
+    let mut out = String::with_capacity(template.len() * 2);
+    for line in template.lines() {
+        out.push_str(line);
+        if !line.starts_with('#') && line.ends_with(|c: char| c == '}' || c.is_ascii_lowercase()) {
+            let (name, labels) = line.split_once('{').unwrap_or((line, ""));
+            let _infallible = write!(out, " {:?}", values.of(name, labels));
+        }
+        out.push('\n');
+        if line.starts_with("# TYPE http_requests_total ") {
+            for ((handler, method, status), count) in http {
+                let _infallible = writeln!(
+                    out,
+                    "http_requests_total{{handler=\"{handler}\",method=\"{method}\",status=\"{status}\"}} {count}.0"
+                );
+            }
+        }
+    }
+    out
+}
+
+fn fill(config: &EngineConfig) -> String {
+    let tokens = config.num_gpu_blocks * config.block_size;
+    let hundredths = tokens * 100 / config.max_model_len.max(1);
+    let caching = if config.no_prefix_caching { "False" } else { "True" };
+    TEMPLATE
+        .replace("@MODEL@", &config.model)
+        .replace("@BLOCK_SIZE@", &config.block_size.to_string())
+        .replace("@POOL_TOKENS@", &tokens.to_string())
+        .replace("@BLOCKS@", &config.num_gpu_blocks.to_string())
+        .replace("@ALGO@", config.prefix_caching_hash_algo.label())
+        .replace("@CACHING@", caching)
+        .replace("@CONCURRENCY@", &format!("{}.{:02}", hundredths / 100, hundredths % 100))
+}
+
+struct Values<'s> {
+    scheduler: &'s Scheduler,
+    started: f64,
+}
+
+impl Values<'_> {
+    /// The value of one series; 0 for what this engine does not have.
+    fn of(&self, name: &str, labels: &str) -> f64 {
+        let stats = &self.scheduler.stats;
+        let has = |label: &str| labels.contains(label);
+        let only = |label: &str, value: u64| if has(label) { real(value) } else { 0.0 };
+        match name {
+            "process_start_time_seconds" => self.started,
+            "vllm:num_requests_running" => real(wide(self.scheduler.running())),
+            "vllm:num_requests_waiting" => real(wide(self.scheduler.waiting())),
+            "vllm:num_requests_waiting_by_reason" => only("\"capacity\"", wide(self.scheduler.waiting())),
+            "vllm:kv_cache_usage_perc" => self.scheduler.pool().usage(),
+            "vllm:prefix_cache_queries_total" => real(stats.prefix_queries),
+            "vllm:prefix_cache_hits_total" => real(stats.prefix_hits),
+            "vllm:num_preemptions_total" => real(stats.preemptions),
+            "vllm:prompt_tokens_total" => real(stats.prompt_tokens),
+            "vllm:prompt_tokens_by_source_total" if has("\"local_compute\"") => {
+                real(stats.prompt_tokens - stats.cached_tokens)
+            }
+            "vllm:prompt_tokens_by_source_total" => only("\"local_cache_hit\"", stats.cached_tokens),
+            "vllm:prompt_tokens_cached_total" => real(stats.cached_tokens),
+            "vllm:prompt_tokens_cached_by_source_total" => only("\"device\"", stats.cached_tokens),
+            "vllm:generation_tokens_total" => real(stats.generation_tokens),
+            "vllm:request_success_total" => stats
+                .finished
+                .iter()
+                .find(|(reason, _)| has(&format!("finished_reason=\"{reason}\"")))
+                .map_or(0.0, |(_, n)| real(*n)),
+            _ if name.ends_with("_created") => self.started,
+            _ => self.histogram(name, labels),
+        }
+    }
+
+    fn histogram(&self, name: &str, labels: &str) -> f64 {
+        let family =
+            |suffix: &str| name.strip_suffix(suffix).and_then(|family| self.scheduler.stats.histograms.get(family));
+        if let Some(histogram) = family("_bucket") {
+            return real(histogram.at_most(bound(labels)));
+        }
+        family("_sum")
+            .map(|histogram| histogram.sum)
+            .or_else(|| family("_count").map(|histogram| real(histogram.count)))
+            .unwrap_or(0.0)
+    }
+}
+
+fn bound(labels: &str) -> f64 {
+    let text = labels.split_once("le=\"").and_then(|(_, rest)| rest.split('"').next()).unwrap_or("+Inf");
+    text.parse().unwrap_or(f64::INFINITY)
+}
+
+fn wide(n: usize) -> u64 {
+    u64::try_from(n).unwrap_or(u64::MAX)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counters of a test stay far below 2^53")]
+fn real(n: u64) -> f64 {
+    n as f64
+}

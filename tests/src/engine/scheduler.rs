@@ -1,0 +1,534 @@
+//! The engine's step loop as a value: requests in, one step at a time, tokens and cache events out. No clock, no tasks.
+//!
+//! As vLLM's: first come first served; running requests before waiting ones; a prompt longer than the step's budget is prefilled in
+//! chunks; a full pool preempts the youngest running request, which starts over later; blocks are cached when their step is scheduled
+//! and announced when it has run.
+
+use std::collections::VecDeque;
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::cache::{Cache, Sequence};
+use super::call::Lora;
+use super::names::Naming;
+use super::pool::Pool;
+use super::stats::Stats;
+use super::wire::Event;
+
+/// Identity of a request inside one engine.
+pub(super) type SeqId = u64;
+
+/// Why a request ended by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Finish {
+    /// The output reached its limit.
+    Length,
+    /// The model stopped.
+    Stop,
+}
+
+impl Finish {
+    /// `finish_reason` in answers and metrics.
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Length => "length",
+            Self::Stop => "stop",
+        }
+    }
+}
+
+/// One generated token, sent to whoever waits for the request.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Output {
+    /// Which of the call's answers it belongs to.
+    pub(super) choice: usize,
+    /// The token.
+    pub(super) token: u32,
+    /// Prompt tokens that came from the cache when the request first ran.
+    pub(super) cached_tokens: usize,
+    /// Set on the last token.
+    pub(super) finish: Option<Finish>,
+}
+
+/// One prompt to run.
+#[derive(Debug)]
+pub(super) struct Request {
+    /// The prompt.
+    pub(super) prompt: Vec<u32>,
+    /// What the model will say; never empty.
+    pub(super) outputs: Vec<u32>,
+    /// How it ends.
+    pub(super) finish: Finish,
+    /// The adapter it uses.
+    pub(super) lora: Option<Lora>,
+    /// `cache_salt`; an empty one counts as none.
+    pub(super) salt: Option<String>,
+    /// Session shown in events.
+    pub(super) session: Option<String>,
+    /// Announce hits again (`kv_cache_report_mode: full`).
+    pub(super) report_hits: bool,
+    /// Which of the call's answers this is.
+    pub(super) choice: usize,
+    /// `n` of the call, for the metrics.
+    pub(super) n: usize,
+    /// Where tokens go.
+    pub(super) sink: mpsc::UnboundedSender<Output>,
+}
+
+/// What the next step computes.
+#[derive(Debug, Default)]
+pub(super) struct Step {
+    work: Vec<(SeqId, usize)>,
+    /// Prompt tokens computed, recomputed ones after a preemption included.
+    pub(super) prefill_tokens: usize,
+    /// Requests that get their next token from one decode.
+    pub(super) decodes: usize,
+}
+
+impl Step {
+    /// Nothing to compute.
+    pub(super) fn is_empty(&self) -> bool {
+        self.work.is_empty()
+    }
+}
+
+/// What a step brought.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    /// Cache events in the order they happened; one batch on the wire.
+    pub(super) events: Vec<Event>,
+    /// Tokens for the waiting clients.
+    pub(super) outputs: Vec<(mpsc::UnboundedSender<Output>, Output)>,
+}
+
+/// What does not change in an engine's life.
+#[derive(Debug, Clone)]
+pub(super) struct Limits {
+    /// Requests running at once.
+    pub(super) max_num_seqs: usize,
+    /// Tokens per step.
+    pub(super) max_num_batched_tokens: usize,
+    /// Whether blocks are cached between requests.
+    pub(super) caching: bool,
+}
+
+/// All requests of one engine and its pool.
+#[derive(Debug)]
+pub(super) struct Scheduler {
+    limits: Limits,
+    cache: Cache,
+    /// Arrived since the last step.
+    inbox: VecDeque<Sequence>,
+    waiting: VecDeque<Sequence>,
+    running: Vec<Sequence>,
+    /// Aborted while a step is under way; they go when it ends.
+    aborted: Vec<SeqId>,
+    stepping: bool,
+    next_id: SeqId,
+    /// What the metrics show.
+    pub(super) stats: Stats,
+}
+
+impl Scheduler {
+    /// An idle engine with `blocks` blocks, the null block included.
+    pub(super) fn new(naming: Naming, blocks: usize, limits: Limits) -> Self {
+        Self {
+            cache: Cache::new(naming, blocks, limits.caching),
+            limits,
+            inbox: VecDeque::new(),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            aborted: Vec::new(),
+            stepping: false,
+            next_id: 0,
+            stats: Stats::default(),
+        }
+    }
+
+    /// The blocks and what they hold.
+    pub(super) fn pool(&self) -> &Pool {
+        self.cache.pool()
+    }
+
+    /// Requests being computed, those just aborted not counted.
+    pub(super) fn running(&self) -> usize {
+        self.running.len() - self.aborted.len()
+    }
+
+    /// Requests that wait for their turn.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len() + self.inbox.len()
+    }
+
+    /// Whether a step would compute something.
+    pub(super) fn has_work(&self) -> bool {
+        !(self.running.is_empty() && self.waiting.is_empty() && self.inbox.is_empty())
+    }
+
+    /// Queues a request.
+    pub(super) fn submit(&mut self, request: Request, now: Instant) -> SeqId {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut seq = Sequence::new(id, request, now);
+        self.cache.name_blocks(&mut seq);
+        self.inbox.push_back(seq);
+        id
+    }
+
+    /// Drops a request wherever it is. Its blocks stay cached; while a step runs they stay in use until it ends.
+    pub(super) fn abort(&mut self, id: SeqId) {
+        self.inbox.retain(|seq| seq.id != id);
+        self.waiting.retain(|seq| seq.id != id);
+        let Some(index) = self.running.iter().position(|seq| seq.id == id) else { return };
+        if !self.stepping {
+            let mut seq = self.running.remove(index);
+            self.cache.release(&mut seq);
+        } else if !self.aborted.contains(&id) {
+            self.aborted.push(id);
+        }
+    }
+
+    /// Forgets the cache, unless something runs. The event leaves with the next step.
+    pub(super) fn reset_cache(&mut self) -> bool {
+        self.cache.clear()
+    }
+
+    /// Decides what the next step computes and takes the blocks for it.
+    pub(super) fn schedule(&mut self, now: Instant) -> Step {
+        self.admit();
+        let mut step = Step::default();
+        let mut budget = self.limits.max_num_batched_tokens;
+        let preempted = self.schedule_running(&mut step, &mut budget);
+        if !preempted {
+            self.schedule_waiting(&mut step, &mut budget, now);
+        }
+        self.stepping = !step.is_empty();
+        step
+    }
+
+    /// An idle engine starts with the first arrival alone: vLLM's input queue hands requests over one by one, and the step begins
+    /// with the first (recorded: the parts of a list, or of `n`, start one step apart).
+    fn admit(&mut self) {
+        let count = if self.running.is_empty() && self.waiting.is_empty() { 1 } else { self.inbox.len() };
+        self.waiting.extend(self.inbox.drain(..count.min(self.inbox.len())));
+    }
+
+    fn schedule_running(&mut self, step: &mut Step, budget: &mut usize) -> bool {
+        let mut preempted = false;
+        let mut index = 0;
+        while index < self.running.len() && *budget > 0 {
+            let tokens = (self.running[index].tokens.len() - self.running[index].computed).min(*budget);
+            let allocated = loop {
+                if self.cache.allocate(&mut self.running[index], tokens, &[]) {
+                    break true;
+                }
+                preempted = true;
+                self.preempt_last();
+                if index >= self.running.len() {
+                    break false;
+                }
+            };
+            if !allocated {
+                break;
+            }
+            self.plan(index, tokens, step);
+            *budget -= tokens;
+            index += 1;
+        }
+        preempted
+    }
+
+    fn schedule_waiting(&mut self, step: &mut Step, budget: &mut usize, now: Instant) {
+        while *budget > 0 && self.running.len() < self.limits.max_num_seqs {
+            let Some(mut seq) = self.waiting.pop_front() else { break };
+            let hits = self.cache.hits(&seq);
+            let hit_tokens = hits.len() * self.cache.block_size();
+            let tokens = (seq.tokens.len() - hit_tokens).min(*budget);
+            seq.computed = hit_tokens;
+            if !self.cache.allocate(&mut seq, tokens, &hits) {
+                seq.computed = 0;
+                self.waiting.push_front(seq);
+                break;
+            }
+            self.admitted(&mut seq, hit_tokens, now);
+            self.running.push(seq);
+            self.plan(self.running.len() - 1, tokens, step);
+            *budget -= tokens;
+        }
+    }
+
+    fn admitted(&mut self, seq: &mut Sequence, hit_tokens: usize, now: Instant) {
+        if seq.hit_tokens.is_none() {
+            seq.hit_tokens = Some(hit_tokens);
+            seq.started = Some(now);
+            self.stats.admitted(seq.tokens.len(), hit_tokens);
+        }
+    }
+
+    fn plan(&mut self, index: usize, tokens: usize, step: &mut Step) {
+        let seq = &self.running[index];
+        // The last token before the next one is a decode, unless it ends a prefill.
+        if seq.generated() > 0 && tokens == 1 {
+            step.decodes += 1;
+        } else {
+            step.prefill_tokens += tokens;
+        }
+        step.work.push((seq.id, tokens));
+    }
+
+    /// The youngest running request gives its blocks back and starts over, its generated tokens kept.
+    fn preempt_last(&mut self) {
+        let Some(mut seq) = self.running.pop() else { return };
+        self.cache.release(&mut seq);
+        seq.preemptions += 1;
+        self.stats.preemptions += 1;
+        if self.forget_abort(seq.id) {
+            return;
+        }
+        self.waiting.push_front(seq);
+    }
+
+    fn forget_abort(&mut self, id: SeqId) -> bool {
+        let index = self.aborted.iter().position(|aborted| *aborted == id);
+        index.map(|index| self.aborted.swap_remove(index)).is_some()
+    }
+
+    /// Ends a step: its tokens are there, its events can be told.
+    pub(super) fn complete(&mut self, step: &Step, now: Instant) -> Outcome {
+        self.stepping = false;
+        let mut outcome = Outcome { events: self.cache.take_events(), outputs: Vec::new() };
+        self.stats.step(step.prefill_tokens, step.decodes);
+        for (id, tokens) in &step.work {
+            let Some(index) = self.running.iter().position(|seq| seq.id == *id) else { continue };
+            self.running[index].computed += tokens;
+            if self.aborted.contains(id) || self.running[index].computed < self.running[index].tokens.len() {
+                continue;
+            }
+            let output = self.sample(index, now);
+            outcome.outputs.push((self.running[index].request.sink.clone(), output));
+            if let Some(finish) = output.finish {
+                let mut seq = self.running.remove(index);
+                self.cache.release(&mut seq);
+                self.finished(&seq, finish, now);
+            }
+        }
+        for id in std::mem::take(&mut self.aborted) {
+            self.abort(id);
+        }
+        outcome
+    }
+
+    fn sample(&mut self, index: usize, now: Instant) -> Output {
+        let seq = &mut self.running[index];
+        let position = seq.generated();
+        let token = seq.request.outputs[position];
+        let last = position + 1 == seq.request.outputs.len();
+        seq.tokens.push(token);
+        self.cache.name_blocks(seq);
+        let cached_tokens = seq.hit_tokens.unwrap_or(0);
+        match seq.last_token.replace(now) {
+            None => {
+                seq.first_token = Some(now);
+                self.stats.first_token(seq.request.prompt.len(), cached_tokens, now - seq.queued);
+            }
+            Some(before) => self.stats.next_token(now - before),
+        }
+        Output { choice: seq.request.choice, token, cached_tokens, finish: last.then_some(seq.request.finish) }
+    }
+
+    fn finished(&mut self, seq: &Sequence, finish: Finish, now: Instant) {
+        let started = seq.started.unwrap_or(seq.queued);
+        let first = seq.first_token.unwrap_or(now);
+        self.stats.finished(&super::stats::Finished {
+            reason: finish.label(),
+            prompt: seq.request.prompt.len(),
+            computed: seq.request.prompt.len() - seq.hit_tokens.unwrap_or(0),
+            generated: seq.generated(),
+            n: seq.request.n,
+            preemptions: seq.preemptions,
+            queued: started - seq.queued,
+            prefill: first - started,
+            decode: now - first,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+    use tokio::sync::mpsc::{self, UnboundedReceiver};
+    use tokio::time::Instant;
+
+    use super::{Event, Finish, Limits, Output, Request, Scheduler, SeqId};
+    use crate::engine::{Algorithm, Naming};
+
+    const BLOCK_SIZE: usize = 4;
+
+    fn engine(blocks: usize, max_num_seqs: usize, caching: bool) -> Scheduler {
+        let naming = Naming::new(Algorithm::XxhashCbor, BLOCK_SIZE, Some("0"), true, true, 1);
+        Scheduler::new(naming, blocks, Limits { max_num_seqs, max_num_batched_tokens: 16, caching })
+    }
+
+    fn submit(scheduler: &mut Scheduler, prompt: Vec<u32>, outputs: Vec<u32>) -> (SeqId, UnboundedReceiver<Output>) {
+        let (sink, receiver) = mpsc::unbounded_channel();
+        let request = Request {
+            prompt,
+            outputs,
+            finish: Finish::Length,
+            lora: None,
+            salt: None,
+            session: None,
+            report_hits: false,
+            choice: 0,
+            n: 1,
+            sink,
+        };
+        (scheduler.submit(request, Instant::now()), receiver)
+    }
+
+    /// One step; what it tells is added to `mirror`, its tokens are sent.
+    fn step(scheduler: &mut Scheduler, mirror: &mut BTreeMap<u64, i64>) -> usize {
+        let step = scheduler.schedule(Instant::now());
+        let outcome = scheduler.complete(&step, Instant::now());
+        for event in outcome.events {
+            let (hashes, copies) = match event {
+                Event::Stored(stored) => (stored.hashes, 1),
+                Event::Removed { hashes, .. } => (hashes, -1),
+                Event::Cleared => {
+                    mirror.clear();
+                    continue;
+                }
+            };
+            for hash in hashes {
+                *mirror.entry(hash.name()).or_default() += copies;
+            }
+        }
+        for (sink, output) in outcome.outputs {
+            assert!(sink.send(output).is_ok());
+        }
+        step.prefill_tokens + step.decodes
+    }
+
+    fn tokens(receiver: &mut UnboundedReceiver<Output>) -> Vec<u32> {
+        std::iter::from_fn(|| receiver.try_recv().ok()).map(|output| output.token).collect()
+    }
+
+    #[test]
+    fn more_requests_than_fit_wait_for_their_turn() {
+        let mut scheduler = engine(100, 2, true);
+        let mut sinks: Vec<_> = (0..4_u32).map(|n| submit(&mut scheduler, vec![n; 3], vec![1, 2])).collect();
+        let mut mirror = BTreeMap::new();
+        step(&mut scheduler, &mut mirror);
+        assert_eq!((scheduler.running(), scheduler.waiting()), (1, 3), "an idle engine starts with the first arrival");
+        step(&mut scheduler, &mut mirror);
+        assert_eq!((scheduler.running(), scheduler.waiting()), (1, 2), "the first is done, the second has started");
+        while scheduler.has_work() {
+            step(&mut scheduler, &mut mirror);
+        }
+        assert!(sinks.iter_mut().all(|(_, sink)| tokens(sink) == [1, 2]));
+    }
+
+    #[test]
+    fn without_prefix_caching_nothing_is_cached_or_told() {
+        let mut scheduler = engine(100, 8, false);
+        let mut mirror = BTreeMap::new();
+        for _ in 0..2 {
+            let (_, _sink) = submit(&mut scheduler, (0..40).collect(), vec![1, 2]);
+            let computed: usize =
+                std::iter::from_fn(|| scheduler.has_work().then(|| step(&mut scheduler, &mut mirror))).sum();
+            assert_eq!(computed, 41);
+        }
+        assert_eq!((mirror.len(), scheduler.pool().cached().count(), scheduler.pool().free_blocks()), (0, 0, 99));
+    }
+
+    #[test]
+    fn an_abort_in_the_middle_of_a_step_frees_the_blocks_when_it_ends() {
+        let mut scheduler = engine(100, 8, true);
+        let (id, mut sink) = submit(&mut scheduler, (0..12).collect(), vec![1; 5]);
+        let under_way = scheduler.schedule(Instant::now());
+        scheduler.abort(id);
+        scheduler.abort(id);
+        assert_eq!((scheduler.running(), scheduler.pool().free_blocks()), (0, 96));
+        let outcome = scheduler.complete(&under_way, Instant::now());
+        assert!(outcome.outputs.is_empty() && outcome.events.len() == 1, "its blocks were computed all the same");
+        assert_eq!((scheduler.has_work(), scheduler.pool().free_blocks()), (false, 99));
+        assert!(tokens(&mut sink).is_empty());
+    }
+
+    /// One thing a client or operator does, or some steps of the engine.
+    #[derive(Debug, Clone)]
+    enum Act {
+        Ask { family: u32, len: usize, outputs: usize },
+        Abort(usize),
+        Reset,
+        Steps(usize),
+    }
+
+    fn act() -> impl Strategy<Value = Act> {
+        prop_oneof![
+            4 => (0..3_u32, 1..30_usize, 1..12_usize).prop_map(|(family, len, outputs)| Act::Ask { family, len, outputs }),
+            1 => (0..20_usize).prop_map(Act::Abort),
+            1 => Just(Act::Reset),
+            4 => (1..8_usize).prop_map(Act::Steps),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_told_is_what_is_held_every_token_comes_and_every_block_returns(acts in prop::collection::vec(act(), 1..60)) {
+            // 12 usable blocks: the longest request (41 tokens) fits, two of them preempt each other.
+            let mut scheduler = engine(13, 3, true);
+            let mut mirror = BTreeMap::new();
+            let mut asked = Vec::new();
+            let mut aborted = Vec::new();
+            for act in acts {
+                match act {
+                    Act::Ask { family, len, outputs } => {
+                        let prompt = (0..len).map(|i| family * 100 + u32::try_from(i).unwrap()).collect();
+                        let outputs: Vec<u32> = (0..outputs).map(|i| 1000 + u32::try_from(i).unwrap()).collect();
+                        let (id, sink) = submit(&mut scheduler, prompt, outputs.clone());
+                        asked.push((id, sink, outputs));
+                    }
+                    Act::Abort(index) => {
+                        if let Some((id, ..)) = asked.get(index) {
+                            scheduler.abort(*id);
+                            aborted.push(*id);
+                        }
+                    }
+                    Act::Reset => {
+                        scheduler.reset_cache();
+                    }
+                    Act::Steps(count) => {
+                        for _ in 0..count {
+                            step(&mut scheduler, &mut mirror);
+                        }
+                    }
+                }
+            }
+            let mut left = 10_000;
+            while scheduler.has_work() && left > 0 {
+                step(&mut scheduler, &mut mirror);
+                left -= 1;
+            }
+            prop_assert!(left > 0, "the engine stands still");
+            step(&mut scheduler, &mut mirror);
+            prop_assert!(mirror.values().all(|copies| *copies >= 0));
+            mirror.retain(|_, copies| *copies > 0);
+            let held: BTreeMap<u64, i64> =
+                scheduler.pool().cached().map(|(digest, copies)| (digest.name(), i64::try_from(copies).unwrap())).collect();
+            prop_assert_eq!(mirror, held);
+            prop_assert_eq!(scheduler.pool().free_blocks(), 12);
+            for (id, mut sink, outputs) in asked {
+                let got = tokens(&mut sink);
+                if aborted.contains(&id) {
+                    prop_assert!(outputs.starts_with(&got));
+                } else {
+                    prop_assert_eq!(got, outputs);
+                }
+            }
+        }
+    }
+}

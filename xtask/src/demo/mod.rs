@@ -1,0 +1,90 @@
+//! `cargo xtask demo`: the main job in front of your eyes.
+//!
+//! Brings up kvlb in a network namespace of its own with three simulated engines behind a VIP, sends cold and warm
+//! requests, and shows who answered, what overlapped and which counters moved. It exits with 0 only if both proofs hold
+//! for every warm request: the answer names the endpoint that holds the blocks, and that endpoint's counter moved.
+//!
+//! The namespace has no name: it ends with the last process in it, and so does everything else that the demo makes.
+
+mod api;
+mod children;
+mod steps;
+
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+
+use crate::run::{cargo, done, root, variable};
+use crate::setup;
+
+/// Set for the child that runs inside the namespace.
+const INSIDE: &str = "DEMO_INSIDE";
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Break one leg of the contract on the engines' side; the demo then fails and names it
+    #[arg(long = "break", value_enum)]
+    broken: Option<Leg>,
+    /// How VIP traffic reaches kvlb: through the kernel (auto) or sockets bound to the VIP (none)
+    #[arg(long, default_value = "auto")]
+    datapath: String,
+    /// Build and run optimised binaries
+    #[arg(long)]
+    release: bool,
+}
+
+/// A leg of the contract between kvlb and an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Leg {
+    /// The engines' PYTHONHASHSEED is another than kvlb's
+    Seed,
+    /// The engines' --block-size is another than the rule's
+    BlockSize,
+    /// The engines' --prefix-caching-hash-algo is another than the rule's
+    Algo,
+    /// The engines publish no events
+    Events,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    if variable(INSIDE).is_some() {
+        return inside(args);
+    }
+    ensure!(
+        nix::unistd::geteuid().is_root(),
+        "the demo makes a network namespace and loads kernel programs: run it as root (sudo cargo xtask demo)"
+    );
+    setup::network().context("set up what the demo needs")?;
+    println!("== building kvlb and the simulated engine");
+    let mut build = cargo();
+    build.current_dir(root()).args(["build", "-q", "-p", "kvlb", "-p", "kvlb-tests", "--bins"]);
+    if args.release {
+        build.arg("--release");
+    }
+    done(&mut build).context("build kvlb and the simulated engine")?;
+    let again = std::env::current_exe().context("find this program")?;
+    let status = Command::new("unshare")
+        .args(["--net", "--mount", "--propagation", "private", "--"])
+        .arg(again)
+        .args(std::env::args_os().skip(1))
+        .env(INSIDE, "1")
+        .status()
+        .context("enter a new network namespace (unshare)")?;
+    match status.code() {
+        Some(0) => Ok(()),
+        Some(code) => std::process::exit(code),
+        None => bail!("the demo was ended by a signal: {status}"),
+    }
+}
+
+fn inside(args: &Args) -> Result<()> {
+    done(Command::new("ip").args(["link", "set", "lo", "up"])).context("bring up the loopback device")?;
+    let profile = if args.release { "release" } else { "debug" };
+    let stage = children::Stage::set(&root().join("target").join(profile), &args.datapath, args.broken)?;
+    let verdict = steps::play(&stage, args.broken);
+    if verdict.is_err() {
+        stage.show_logs();
+    }
+    verdict
+}

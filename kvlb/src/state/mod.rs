@@ -22,7 +22,7 @@ use tokio::sync::watch;
 pub use live::{EndpointId, InFlight, Meters, Offer};
 pub use retry::RetryBudget;
 pub use scrape::scrape;
-pub use table::{Endpoint, Service, Table, Unserved};
+pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers};
 
 use crate::clock;

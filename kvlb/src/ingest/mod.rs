@@ -32,8 +32,8 @@ use stream::{Action, Message, Stream, Why};
 
 /// The first pause between attempts to connect; it doubles.
 const DIAL_PAUSE_MIN: Duration = Duration::from_millis(200);
-/// The longest pause: an engine that is back is heard again within two seconds.
-const DIAL_PAUSE_MAX: Duration = Duration::from_secs(2);
+/// The longest pause: within a second of an engine's return it is heard and its replay applied.
+const DIAL_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// A connection that lasted this long was a good one, after which dialling starts afresh.
 const GOOD_CONNECTION: Duration = Duration::from_secs(2);
 /// Messages between the socket and the apply side: some seconds of a busy engine.
@@ -127,8 +127,10 @@ struct Follower {
     replay: Option<(Task, mpsc::Receiver<Replay>)>,
     /// Whether the endpoint refused a connection since the last was made.
     refused: bool,
-    /// When the engine's process started, as far as it said so.
+    /// When the process started whose blocks are known, as far as it said so.
     process_start: Option<u64>,
+    /// When the process started that answered last, on this connection.
+    answered_start: Option<u64>,
     connections: watch::Sender<u64>,
     scrapes: mpsc::Receiver<(u64, Scrape)>,
     _metrics_reader: Option<Task>,
@@ -149,6 +151,7 @@ impl Follower {
             replay: None,
             refused: false,
             process_start: None,
+            answered_start: None,
             connections,
             scrapes,
             _metrics_reader: reader,
@@ -225,6 +228,7 @@ impl Follower {
             count(&self.kv.counters.reconnects);
         }
         tracing::info!(endpoint = %self.subscription.label, "event socket connected");
+        self.answered_start = None;
         self.kv.set_connected(true);
         let refused = std::mem::take(&mut self.refused);
         self.with_stream(|stream, now, out| stream.connected(refused, now, out));
@@ -277,11 +281,12 @@ impl Follower {
     fn scraped(&mut self, connection: u64, scrape: Scrape) {
         let changed = self.kv.set_label(scrape.label);
         self.report(changed);
-        let Some(start) = scrape.process_start else { return };
-        let other_process = self.process_start.replace(start).is_some_and(|before| before != start);
-        if connection == *self.connections.borrow() {
-            self.with_stream(|stream, now, out| stream.identified(other_process, now, out));
-        }
+        let Some(start) = scrape.process_start.filter(|_| connection == *self.connections.borrow()) else { return };
+        self.answered_start = Some(start);
+        // What is known stays with the process that it was heard of until that life is over: the web server of the next
+        // one may well answer while the events of this one are still waited for.
+        let other_process = *self.process_start.get_or_insert(start) != start;
+        self.with_stream(|stream, now, out| stream.identified(other_process, now, out));
     }
 
     /// Tells the stream something and does what it answers.
@@ -312,9 +317,12 @@ impl Follower {
         }
     }
 
-    fn clear(&self, why: Why) {
+    fn clear(&mut self, why: Why) {
         match why {
-            Why::NewLife => tracing::info!(endpoint = %self.subscription.label, "engine restarted, inventory cleared"),
+            Why::NewLife => {
+                self.process_start = self.answered_start;
+                tracing::info!(endpoint = %self.subscription.label, "engine restarted, inventory cleared");
+            }
             Why::Gap => tracing::warn!(endpoint = %self.subscription.label, "event gap too wide, inventory cleared"),
         }
         self.report(self.kv.clear(why == Why::NewLife));

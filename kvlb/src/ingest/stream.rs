@@ -113,9 +113,22 @@ struct Connection {
     unborn: bool,
     /// Whether the endpoint refused a connection before it: the sign of a dead engine.
     refused: bool,
-    /// Whether the engine's process is another than before it, once it said so.
-    other_process: Option<bool>,
+    process: Process,
     second_look: SecondLook,
+}
+
+/// What is known of the engine's process behind a connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Process {
+    /// It has not said when it started.
+    #[default]
+    Unsaid,
+    /// It has not said so in time, and was taken for the one before.
+    Assumed,
+    /// It is the one before.
+    Same,
+    /// It is another one.
+    Other,
 }
 
 /// Whether a connection's replay is to be asked for once more.
@@ -212,9 +225,13 @@ impl Stream {
 
     /// The engine said whether its process is another than before this connection.
     pub(crate) fn identified(&mut self, other_process: bool, now: Instant, out: &mut Vec<Action>) {
-        self.connection.other_process = Some(other_process);
-        if matches!(self.phase, Phase::Identifying { .. }) {
-            self.without_replay(now, out);
+        let said = if other_process { Process::Other } else { Process::Same };
+        let before = std::mem::replace(&mut self.connection.process, said);
+        match self.phase {
+            Phase::Identifying { .. } => self.without_replay(now, out),
+            // What came since is lost with what came before: nobody knows any more which is which.
+            Phase::Live if before == Process::Assumed && other_process => self.new_life(out),
+            _ => {}
         }
     }
 
@@ -291,7 +308,10 @@ impl Stream {
     pub(crate) fn tick(&mut self, now: Instant, out: &mut Vec<Action>) {
         match self.phase {
             Phase::Queued { until } if until <= now => self.queue(now, out),
-            Phase::Identifying { until } if until <= now => self.go_on(now, out),
+            Phase::Identifying { until } if until <= now => {
+                self.connection.process = Process::Assumed;
+                self.go_on(now, out);
+            }
             Phase::Live => self.look_again(now, out),
             _ => {}
         }
@@ -350,14 +370,14 @@ impl Stream {
     /// Goes on where no replay can be had: after a connection, other signs tell whether the engine is the same.
     fn without_replay(&mut self, now: Instant, out: &mut Vec<Action>) {
         if self.connection.opening && self.cursor.last().is_some() {
-            match self.connection.other_process {
-                Some(true) => self.new_life(out),
+            match self.connection.process {
+                Process::Other => self.new_life(out),
                 _ if self.connection.refused => self.new_life(out),
-                None if self.identities => {
+                Process::Unsaid if self.identities => {
                     self.phase = Phase::Identifying { until: now + IDENTITY_WAIT };
                     return;
                 }
-                Some(false) | None => {}
+                _ => {}
             }
         }
         self.go_on(now, out);

@@ -241,6 +241,24 @@ impl View for Service {
     }
 }
 
+/// A service as seen by somebody who takes no turn: who only looks, and a request that has had its turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Onlooker<'a>(pub &'a Service);
+
+impl View for Onlooker<'_> {
+    fn candidates(&self) -> Vec<Candidate> {
+        self.0.candidates()
+    }
+
+    fn overlaps(&self, names: &[crate::contract::BlockHash], overlaps: &mut [Overlap]) {
+        self.0.overlaps(names, overlaps);
+    }
+
+    fn turn(&self) -> u64 {
+        self.0.turns.load(Ordering::Relaxed)
+    }
+}
+
 /// Whether a rule listens to the events of an endpoint with this role.
 pub(super) fn subscribes(rule: &Rule, part: Role) -> bool {
     match rule.kv.mode {

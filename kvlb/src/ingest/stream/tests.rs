@@ -247,6 +247,20 @@ fn an_engine_that_cannot_be_asked_is_not_waited_for() {
 }
 
 #[test]
+fn a_word_that_comes_late_still_ends_a_life_that_was_only_assumed() {
+    for (other, left) in [(true, vec![4]), (false, vec![0, 1, 2, 3, 4])] {
+        let mut run = Run::new(false);
+        run.connect(false).live(0, [0, 1]);
+        run.tell(|stream, now, out| stream.identified(other, now, out));
+        assert_eq!(run.seqs(), [0, 1], "on a connection that went on, the numbers tell lives apart");
+        run.stream.disconnected();
+        run.connect(false).later(IDENTITY_WAIT).live(1, [2, 3]);
+        run.tell(|stream, now, out| stream.identified(other, now, out)).live(1, [4]);
+        assert_eq!((run.seqs(), run.stream.tally().restarts), (left, u64::from(other)));
+    }
+}
+
+#[test]
 fn replays_are_rationed_and_a_needed_one_is_delayed_not_lost() {
     let mut run = Run::new(true);
     run.connect(false).replay(0, [0]);

@@ -19,7 +19,7 @@ pub(crate) const EVENT_GAP_WINDOW: u64 = 64;
 const REPLAYS_AT_ONCE: u32 = 3;
 /// How soon another replay is allowed. An engine serves them between its steps, and each may be 10,000 batches.
 const REPLAY_INTERVAL: Duration = Duration::from_secs(5);
-/// How long a replay socket that did not answer is left alone.
+/// How long a replay socket that did not answer, or not to the end, is left alone.
 const UNAVAILABLE_FOR: Duration = Duration::from_secs(30);
 /// How long batches wait for the engine to say when its process started, where nothing else tells its lives apart.
 const IDENTITY_WAIT: Duration = Duration::from_secs(2);
@@ -112,6 +112,8 @@ struct Connection {
     refused: bool,
     /// Whether the engine's process is another than before it, once it said so.
     other_process: Option<bool>,
+    /// Until when a replay that broke off is not asked for again: what is missing now counts as lost.
+    broken_until: Option<Instant>,
 }
 
 /// The state of one endpoint's event stream.
@@ -157,9 +159,9 @@ impl Stream {
         matches!(self.phase, Phase::Queued { .. } | Phase::Replaying { .. })
     }
 
-    /// Whether the replay socket did not answer when last asked.
+    /// Whether the replay socket did not answer when last asked, or not to the end.
     pub(crate) const fn is_unavailable(&self) -> bool {
-        self.unavailable_until.is_some()
+        self.unavailable_until.is_some() || self.connection.broken_until.is_some()
     }
 
     /// When [`Stream::tick`] is to be called.
@@ -238,6 +240,7 @@ impl Stream {
     pub(crate) fn replay_ended(&mut self, now: Instant, out: &mut Vec<Action>) {
         let Phase::Replaying { verified } = self.phase else { return };
         self.unavailable_until = None;
+        self.connection.broken_until = None;
         if !verified && self.position().is_some() {
             // The engine has not come as far as it had: it is another one.
             return self.replay_new_life(out);
@@ -252,6 +255,8 @@ impl Stream {
             return;
         }
         if answered {
+            // The same question would bring the same answer, and live batches would wait for it for ever.
+            self.connection.broken_until = Some(now + UNAVAILABLE_FOR);
             return self.go_on(now, out);
         }
         self.unavailable_until = Some(now + UNAVAILABLE_FOR);
@@ -272,7 +277,8 @@ impl Stream {
     }
 
     fn can_replay(&self, now: Instant) -> bool {
-        self.replays && self.unavailable_until.is_none_or(|until| until <= now)
+        let over = |until: Option<Instant>| until.is_none_or(|until| until <= now);
+        self.replays && over(self.unavailable_until) && over(self.connection.broken_until)
     }
 
     /// Asks for a replay from the last batch applied, inclusive, as soon as one is allowed.
@@ -367,7 +373,8 @@ impl Stream {
     }
 
     fn lose(&mut self, missed: u64, out: &mut Vec<Action>) {
-        self.tally.missed += missed;
+        // Numbers come from outside: two jumps over the whole range are more than a counter holds.
+        self.tally.missed = self.tally.missed.saturating_add(missed);
         if missed > EVENT_GAP_WINDOW {
             out.push(Action::Clear(Why::Gap));
         }
@@ -658,6 +665,40 @@ mod tests {
         run.replay(0, [4, 5, 6]);
         assert!(!run.stream.is_unavailable());
         assert_eq!(run.seqs(), [0, 2, 4, 5, 6]);
+    }
+
+    #[test]
+    fn a_replay_that_breaks_off_is_not_waited_for_twice() {
+        let mut run = Run::new(true);
+        run.connect(false).replay(0, 0..=2).live(0, [6, 7]);
+        run.tell(|stream, _, out| stream.replayed(message(0, 2), out)).fail(true);
+        assert_eq!((run.asked.as_slice(), run.seqs()), (&[0, 2][..], vec![0, 1, 2, 6, 7]));
+        assert!(run.stream.is_unavailable());
+        assert_eq!(run.stream.tally().missed, 3);
+        // The next connection is another chance, and so is the time.
+        run.later(UNAVAILABLE_FOR).live(0, [9]);
+        assert_eq!(run.asked.last(), Some(&7));
+        run.replay(0, 7..=9);
+        assert!(!run.stream.is_unavailable());
+        run.tell(|stream, now, out| stream.live(message(0, 12), now, out)).fail(true);
+        run.stream.disconnected();
+        run.connect(false);
+        assert!(run.stream.is_replaying());
+    }
+
+    #[test]
+    fn numbers_over_their_whole_range_overflow_nothing() {
+        for replays in [false, true] {
+            let mut run = Run::new(replays);
+            run.connect(false).fail(false);
+            for _ in 0..3 {
+                for seq in [0, u64::MAX, u64::MAX - 1, 1 << 63, u64::MAX] {
+                    let message = Message { seq: EventSeq(seq), time: 0, batch: Bytes::from_static(b"x") };
+                    run.tell(|stream, now, out| stream.live(message, now, out));
+                }
+            }
+            assert_eq!(run.stream.tally().missed, u64::MAX);
+        }
     }
 
     #[test]

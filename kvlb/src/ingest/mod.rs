@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::net::TcpStream;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, sleep_until, timeout};
@@ -40,6 +41,8 @@ const GOOD_CONNECTION: Duration = Duration::from_secs(2);
 const QUEUE_MAX: usize = 8192;
 /// Bytes of messages there.
 const QUEUE_BYTES_MAX: usize = 128 << 20;
+/// From this many bytes on, a batch may take longer to apply than others should wait: some ten milliseconds.
+const LONG_BATCH: usize = 256 << 10;
 /// Replayed batches read ahead.
 const REPLAY_QUEUE: usize = 64;
 /// How often an engine's `/metrics` is read.
@@ -305,11 +308,13 @@ impl Follower {
     }
 
     fn apply(&self, message: &Message, now: Instant) {
-        match events::decode(&message.batch) {
-            Ok(batch) => {
-                self.kv.set_lag(lag(batch.ts));
-                self.report(self.kv.apply(message.seq, &batch, now));
-            }
+        let apply = || {
+            let batch = events::decode(&message.batch)?;
+            self.kv.set_lag(lag(batch.ts));
+            Ok::<_, events::DecodeError>(self.kv.apply(message.seq, &batch, now))
+        };
+        match with_room_for_others(message.batch.len(), apply) {
+            Ok(changed) => self.report(changed),
             Err(error) => {
                 count(&self.kv.counters.undecodable);
                 tracing::debug!(endpoint = %self.subscription.label, seq = %message.seq, %error, "batch not read");
@@ -447,6 +452,15 @@ async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mps
             () = sleep(next), if number > 0 => {}
         }
     }
+}
+
+/// Does what a batch of `bytes` wants. The tasks that share this thread need not wait for a long one, where the runtime has
+/// other threads to give them to.
+fn with_room_for_others<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
+    if bytes > LONG_BATCH && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread {
+        return tokio::task::block_in_place(work);
+    }
+    work()
 }
 
 /// Pauses, and doubles the next pause.

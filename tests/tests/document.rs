@@ -64,13 +64,13 @@ impl Document {
         let programs = self.stage.dir().join("bin");
         std::fs::create_dir_all(&programs).unwrap();
         for name in ["loxicmd", "kvlb"] {
-            let link = programs.join(name);
-            if !link.exists() {
-                std::os::unix::fs::symlink(binary("kvlb").unwrap(), &link).unwrap();
+            let program = programs.join(name);
+            if !program.exists() {
+                std::os::unix::fs::symlink(binary("kvlb").unwrap(), &program).unwrap();
             }
         }
-        let line = format!("PATH={}:$PATH\n{line}", programs.display());
-        self.stage.program(Path::new("/bin/sh"), &["-c", &line]).unwrap().ok().unwrap()
+        let script = format!("PATH={}:$PATH\n{line}", programs.display());
+        self.stage.program(Path::new("/bin/sh"), &["-c", &script]).unwrap().ok().unwrap()
     }
 
     /// The one rule there is.

@@ -1,5 +1,7 @@
 //! Waiting for an answer: its head, and what may come before it.
 
+use std::time::Duration;
+
 use super::alarm::Limit;
 use super::backplane::{Backplane, Call, Event};
 use super::buffer::{Chunk, SMALL};
@@ -17,10 +19,19 @@ const ANSWER_FRONT: usize = 256;
 /// Interim answers to one request: nobody sends more than a few.
 const INTERIMS_MAX: u32 = 16;
 
+/// An answer's head as it came.
+pub(super) struct HeardHead {
+    pub(super) head: AnswerHead,
+    /// Its bytes, and what has come behind them.
+    pub(super) bytes: Chunk,
+    /// From the end of the request to here.
+    pub(super) waited: Duration,
+}
+
 /// What came of waiting for an answer's head.
 pub(super) enum Heard {
-    /// A head that is final, and its bytes with what came behind them.
-    Head(AnswerHead, Chunk),
+    /// A head that is final.
+    Head(HeardHead),
     /// The connection ended before any byte.
     Silence,
     /// The connection ended in the head.
@@ -55,8 +66,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 }
                 Ok(Some(head)) => {
                     let waited = clock::now().saturating_duration_since(upload.ended_at().unwrap_or(self.began));
-                    self.call.report(Event::Answered { position: target.position, status: head.status, waited });
-                    return Ok(Heard::Head(head, bytes));
+                    return Ok(Heard::Head(HeardHead { head, bytes, waited }));
                 }
                 Ok(None) => {}
             }

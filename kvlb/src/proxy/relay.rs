@@ -40,8 +40,10 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         held: &mut Held<B, P>,
         mut upload: Option<&mut Upload<'_>>,
     ) -> Result<After, End> {
+        let (position, status, waited) = (held.target.position, held.answer.head.status, held.answer.waited);
+        self.call.report(Event::Answered { position, status, waited });
         self.client.phase.set(Phase::Stream);
-        let body = held.head.body(self.client.is_http_1_0());
+        let body = held.answer.head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
         let mut flow = Flow { body, excess: false, passed: 0 };
         let mut piece = self.first_piece(held, &mut flow, closing)?;
@@ -71,22 +73,22 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 Err(stop) => break Broken::Stopped(stop),
             }
         };
-        Err(self.broke_off(broken, held.target.position, &flow))
+        Err(self.broke_off(broken, position, &flow))
     }
 
     /// The head as the client gets it, with what has come of the body behind it.
     fn first_piece(&mut self, held: &mut Held<B, P>, flow: &mut Flow, closing: Closing) -> Result<Chunk, End> {
-        let mut bytes = std::mem::replace(&mut held.bytes, Chunk::none());
+        let mut bytes = std::mem::replace(&mut held.answer.bytes, Chunk::none());
         let mut front = self.client.lane().scratch();
-        held.head.write_for_client(bytes.bytes(), &mut front, &flow.body, closing, &held.target.fields);
-        bytes.consume(held.head.length);
+        held.answer.head.write_for_client(bytes.bytes(), &mut front, &flow.body, closing, &held.target.fields);
+        bytes.consume(held.answer.head.length);
         let first = flow.take(bytes).map(|mut piece| {
             piece.prepend(&front);
             piece
         });
         self.client.lane().keep_scratch(front);
         let first = first.map_err(|error| self.died(held.target.position, Some(error)))?;
-        self.client.lane().meter.answered(held.head.status, None);
+        self.client.lane().meter.answered(held.answer.head.status, None);
         Ok(first)
     }
 
@@ -99,7 +101,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 
     /// Keeps an endpoint's connection for another request, where it is fit for one.
     pub(super) fn keep(&self, held: Held<B, P>) {
-        if held.head.keep_alive && !held.spoilt {
+        if held.answer.head.keep_alive && !held.spoilt {
             self.client.lane().keep_leg(held.leg, clock::now());
         }
     }

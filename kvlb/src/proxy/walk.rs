@@ -5,13 +5,12 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::alarm::Limit;
-use super::answer::Heard;
+use super::answer::{Heard, HeardHead};
 use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Target, Terms};
-use super::buffer::Chunk;
 use super::client::{After, Client};
 use super::connect::Leg;
 use super::exchange::End;
-use super::http::{AnswerError, AnswerHead, Reply};
+use super::http::{AnswerError, Reply};
 use super::intake::Sending;
 use super::io::{Backend, Stream};
 use super::meter::Retry;
@@ -33,7 +32,10 @@ pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
 }
 
 /// A target of this backplane's calls.
-pub(super) type TargetOf<P> = Target<<<P as Backplane>::Call as Call>::Guard>;
+pub(super) type TargetOf<P> = Target<GuardOf<P>>;
+
+/// What a request holds at its endpoint.
+type GuardOf<P> = <<P as Backplane>::Call as Call>::Guard;
 
 /// An endpoint and a connection to it.
 type Reached<B, P> = (Leg<<B as Backend>::Stream>, TargetOf<P>);
@@ -41,12 +43,22 @@ type Reached<B, P> = (Leg<<B as Backend>::Stream>, TargetOf<P>);
 /// An answer that has not been relayed yet.
 pub(super) struct Held<B: Backend, P: Backplane> {
     pub(super) leg: Leg<B::Stream>,
-    pub(super) target: TargetOf<P>,
-    pub(super) head: AnswerHead,
-    /// The head's bytes, and what has come behind them.
-    pub(super) bytes: Chunk,
+    pub(super) target: Target<Option<GuardOf<P>>>,
+    pub(super) answer: HeardHead,
     /// The endpoint's connection is not fit for another request.
     pub(super) spoilt: bool,
+}
+
+impl<B: Backend, P: Backplane> Held<B, P> {
+    fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Box<Self> {
+        let Target { position, addresses, fields, guard } = target;
+        Box::new(Self {
+            leg,
+            target: Target { position, addresses, fields, guard: Some(guard) },
+            answer,
+            spoilt: false,
+        })
+    }
 }
 
 /// Where a walk led.
@@ -96,12 +108,13 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<Walked<B, P>, End> {
-        let (mut tried, mut sends, mut busy) = (Vec::new(), 0, None);
+        let (mut tried, mut sends) = (Vec::new(), 0);
+        let mut busy: Option<Box<Held<B, P>>> = None;
         let mut reached = self.reach(&mut tried, None, true).await?;
         loop {
             sends += 1;
             let may_hold = busy.is_none() && sends < SENDS_MAX;
-            let (next, reuse) = match self.try_once(reached, parcel, may_hold).await? {
+            let (next, reuse) = match self.try_once(reached, parcel, may_hold, &mut busy).await? {
                 Try::Walked(walked) => return Ok(walked),
                 Try::Failed(reply) => return fall_back(busy, reply),
                 Try::Stale(back, target) => {
@@ -109,8 +122,10 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                     parcel = back;
                     (target, false)
                 }
-                Try::Busy(held, back) => {
+                Try::Busy(mut held, back) => {
                     tried.push(held.target.position);
+                    // It has not started, so nothing is in flight there.
+                    held.target.guard = None;
                     let Some(other) = self.another(&tried) else { return Ok(Walked::Answer(held)) };
                     parcel = back;
                     busy = Some(held);
@@ -143,20 +158,19 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.client.phase.set(Phase::Body);
         self.arm(None, Limit::Total);
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => {
-                let answer = Box::new(Held { leg, target, head, bytes, spoilt: false });
-                self.answered(answer, upload).await
-            }
+            Heard::Head(answer) => self.answered(Held::new(leg, target, answer), upload).await,
             Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
             Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
         }
     }
 
+    /// Sends the request to one endpoint. With an answer that is relayed, the `busy` one before it is done with.
     async fn try_once(
         &mut self,
         (leg, target): Reached<B, P>,
         parcel: Parcel,
         may_hold: bool,
+        busy: &mut Option<Box<Held<B, P>>>,
     ) -> Result<Try<B, P>, End> {
         let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
         let mut upload = Upload::new(send, self.then());
@@ -164,15 +178,16 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         // An endpoint that does not take the request makes no progress either.
         self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => {
-                let answer = Box::new(Held { leg, target, head, bytes, spoilt: false });
-                if may_hold && answer.head.is_busy() && upload.is_sent() {
+            Heard::Head(answer) => {
+                let held = Held::new(leg, target, answer);
+                if may_hold && held.answer.head.is_busy() && upload.is_sent() {
                     return Ok(match upload.into_parcel().await {
-                        Some(parcel) => Try::Busy(answer, parcel),
-                        None => Try::Walked(Walked::Answer(answer)),
+                        Some(parcel) => Try::Busy(held, parcel),
+                        None => Try::Walked(Walked::Answer(held)),
                     });
                 }
-                self.answered(answer, upload).await.map(Try::Walked)
+                *busy = None;
+                self.answered(held, upload).await.map(Try::Walked)
             }
             Heard::Silence if leg.reused => {
                 leg.stream.abort();

@@ -13,8 +13,8 @@ use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen,
 };
-use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Step, Tier};
-use crate::state::{InFlight, Service, State, Unserved};
+use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Step, Tier, View};
+use crate::state::{InFlight, Onlooker, Service, State, Unserved};
 use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: the reference tokenizer takes a millisecond for 4 KiB.
@@ -81,6 +81,7 @@ impl Desk {
             client: request.arrival.client.ip(),
             weight: weight.max(1),
             decision: None,
+            earlier: Vec::new(),
             counts: asks,
             began: clock::now(),
             choose: self.steps[Step::Choose as usize].clone(),
@@ -215,8 +216,10 @@ pub(super) struct Errand {
     named: Result<Named, Miss>,
     client: IpAddr,
     weight: u32,
-    /// The last choice, until it has been counted.
+    /// The last choice, until one has been counted.
     decision: Option<Decision>,
+    /// Those before it, of endpoints that were tried.
+    earlier: Vec<Decision>,
     /// Whether the request is one that the KV tier is for.
     counts: bool,
     began: Instant,
@@ -240,13 +243,13 @@ impl Call for Errand {
         if tried.is_empty() {
             self.service.retries.request(start);
         }
-        let decision = router::route(&self.service.ready, &self.named, &*self.service, Some(self.client), tried);
+        // Another try takes no turn of its own: else a dead endpoint would get the turn after each failure again.
+        let onlooker = Onlooker(&self.service);
+        let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
+        let decision = router::route(&self.service.ready, &self.named, view, Some(self.client), tried);
         self.choose.observe(clock::now().saturating_duration_since(start).as_secs_f64());
         let target = decision.endpoint.and_then(|position| self.target(position, &decision));
-        self.decision = Some(decision);
-        if target.is_none() {
-            self.settle();
-        }
+        self.earlier.extend(self.decision.replace(decision));
         target
     }
 
@@ -260,7 +263,13 @@ impl Call for Errand {
                 let endpoint = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
                 tracing::debug!(endpoint, cause = failure.label(), "endpoint did not take the connection");
             }
-            Event::Answered { status, waited, .. } => {
+            Event::Answered { position, status, waited } => {
+                // An endpoint that was too busy answers after all when nobody else does.
+                if let Some(of_endpoint) = self.earlier.iter().rposition(|choice| choice.endpoint == Some(position))
+                    && self.decision.as_ref().is_none_or(|decision| decision.endpoint != Some(position))
+                {
+                    self.decision = Some(self.earlier.swap_remove(of_endpoint));
+                }
                 let tier = self.decision.as_ref().map_or(Tier::Selector, |decision| decision.tier);
                 self.state.metrics.first_byte_seconds.with_label_values(&[tier.label()]).observe(waited.as_secs_f64());
                 self.count_class(status);

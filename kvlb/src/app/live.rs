@@ -15,7 +15,7 @@ use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
 use crate::router::{self, Overlap, View as _};
 use crate::state::kv::EndpointKv;
-use crate::state::{self, Service, Staged, State};
+use crate::state::{self, Onlooker, Service, Staged, State};
 use crate::telemetry::Metrics;
 
 /// How blocks are named here: as the engine names them.
@@ -79,7 +79,7 @@ impl Live for LiveState {
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
         let service = self.service(rule)?;
         let named = desk::name_for(&self.state, &service, request.path, request.model, request.body);
-        let decision = router::route(&service.ready, &named, &*service, None, &[]);
+        let decision = router::route(&service.ready, &named, &Onlooker(&service), None, &[]);
         let mut held = vec![Overlap::default(); service.endpoints.len()];
         for prompt in named.iter().flat_map(|named| &named.prompts) {
             service.overlaps(&prompt.names, &mut held);

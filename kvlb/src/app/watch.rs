@@ -1,8 +1,10 @@
 //! One probe and one event subscription per endpoint, kept in step with the rules.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::timeout;
 
 use super::crew::Crew;
 use crate::fleet::{EndpointKey, ExactMode, Monitor, Rule, RuleId};
@@ -11,6 +13,9 @@ use crate::probe;
 use crate::state::kv::EndpointKv;
 use crate::state::{EndpointId, Meters, Service, State};
 use crate::tokenize::ModelSlug;
+
+/// How long an endpoint may be without its tasks.
+const MISSING_AFTER: Duration = Duration::from_secs(5);
 
 /// Which endpoint of which rule a task is for.
 type Key = (RuleId, EndpointId);
@@ -72,7 +77,8 @@ pub(super) async fn keep_watching(state: Arc<State>, replay_offset: Option<u16>)
         let wanted = table.services().iter().flat_map(|service| listening(service, replay_offset));
         subscriptions.update(wanted, |key, listening| tokio::spawn(listen(*key, listening.clone())));
         drop(table);
-        if rules.changed().await.is_err() {
+        // Looked at now and then also without a change: a task that a panic of ours ended is missing, and starts again.
+        if let Ok(Err(_closed)) = timeout(MISSING_AFTER, rules.changed()).await {
             return;
         }
     }

@@ -10,6 +10,9 @@
 use super::msgpack::{ReadError, Reader};
 use super::{BlockHash, Digest, ExtraKey, TokenId};
 
+/// Most events in one batch: the largest engines remove 65,536 blocks in a step, each by an event of its own, and this is
+/// four times that. The shortest event takes a byte on the wire and some 300 in memory.
+const EVENTS_MAX: usize = 1 << 18;
 /// Most hashes in one event: a step of the largest engines stores 65,536 blocks, and this is 16 times that.
 const HASHES_MAX: usize = 1 << 20;
 /// Most tokens in one event, for the same reason at 16 tokens a block.
@@ -32,7 +35,7 @@ pub struct Batch {
     pub dp_rank: Option<i64>,
     /// Its events, to be applied in this order.
     pub events: Vec<Event>,
-    /// Events that could not be read.
+    /// Events that could not be read, or were more than one batch may have.
     pub undecodable: u32,
     /// Events of kinds that are not known.
     pub unknown: u32,
@@ -168,7 +171,12 @@ pub fn decode(message: &[u8]) -> Result<Batch, DecodeError> {
     let mut reader = Reader::new(message);
     let mut batch = Batch { ts: 0.0, dp_rank: None, events: Vec::new(), undecodable: 0, unknown: 0, skipped: 0 };
     let (fields, events) = batch_head(&mut reader, &mut batch).map_err(|_malformed| DecodeError::NotABatch)?;
-    for _ in 0..events {
+    for number in 0..events {
+        if number == EVENTS_MAX {
+            let rest = u32::try_from(events - number).unwrap_or(u32::MAX);
+            batch.undecodable = batch.undecodable.saturating_add(rest);
+            return Ok(batch);
+        }
         let start = reader;
         match event(&mut reader) {
             Ok(Parsed::Event(event)) => batch.events.push(event),

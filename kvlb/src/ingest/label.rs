@@ -9,6 +9,9 @@ const SCRAPE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How much of the answer is read: engines answer with some 100 KB, and what is wanted stands in the first half.
 const SCRAPE_MAX: usize = 4 << 20;
 
+/// Letters of a word that is kept.
+const WORD_MAX: usize = 64;
+
 /// What a scrape found.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Scrape {
@@ -63,7 +66,7 @@ fn engine_label(mut rest: &str) -> EngineLabel {
     let mut label = EngineLabel::default();
     while let Some((name, value, after)) = next_label(rest) {
         match name {
-            "prefix_caching_hash_algo" => label.hash_algo = Some(value),
+            "prefix_caching_hash_algo" => label.hash_algo = Some(word(&value)),
             "block_size" => label.block_size = value.parse().ok(),
             "num_gpu_blocks" => label.num_gpu_blocks = value.parse().ok(),
             _ => {}
@@ -71,6 +74,11 @@ fn engine_label(mut rest: &str) -> EngineLabel {
         rest = after;
     }
     label
+}
+
+/// A value as it may be shown: the names of algorithms are short words, and a status is no place for a page.
+fn word(value: &str) -> String {
+    value.chars().filter(|letter| !letter.is_control()).take(WORD_MAX).collect()
 }
 
 /// Splits `name="value",…` after its first label.
@@ -120,6 +128,13 @@ mod tests {
             parse(&LINE[..cut]);
         }
         assert_eq!(parse("process_start_time_seconds x\n"), Scrape::default());
+    }
+
+    #[test]
+    fn a_word_is_kept_short_and_without_control_characters() {
+        let line =
+            format!("vllm:cache_config_info{{prefix_caching_hash_algo=\"a\\n\u{1b}{}\"}} 1.0", "b".repeat(100_000));
+        assert_eq!(parse(&line).label.hash_algo, Some(format!("a{}", "b".repeat(WORD_MAX - 1))));
     }
 
     #[test]

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::net::TcpStream;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, sleep_until, timeout};
@@ -32,14 +33,16 @@ use stream::{Action, Message, Stream, Why};
 
 /// The first pause between attempts to connect; it doubles.
 const DIAL_PAUSE_MIN: Duration = Duration::from_millis(200);
-/// The longest pause: an engine that is back is heard again within two seconds.
-const DIAL_PAUSE_MAX: Duration = Duration::from_secs(2);
+/// The longest pause: within a second of an engine's return it is heard and its replay applied.
+const DIAL_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// A connection that lasted this long was a good one, after which dialling starts afresh.
 const GOOD_CONNECTION: Duration = Duration::from_secs(2);
 /// Messages between the socket and the apply side: some seconds of a busy engine.
 const QUEUE_MAX: usize = 8192;
 /// Bytes of messages there.
 const QUEUE_BYTES_MAX: usize = 128 << 20;
+/// From this many bytes on, a batch may take longer to apply than others should wait: some ten milliseconds.
+const LONG_BATCH: usize = 256 << 10;
 /// Replayed batches read ahead.
 const REPLAY_QUEUE: usize = 64;
 /// How often an engine's `/metrics` is read.
@@ -127,8 +130,10 @@ struct Follower {
     replay: Option<(Task, mpsc::Receiver<Replay>)>,
     /// Whether the endpoint refused a connection since the last was made.
     refused: bool,
-    /// When the engine's process started, as far as it said so.
+    /// When the process started whose blocks are known, as far as it said so.
     process_start: Option<u64>,
+    /// When the process started that answered last, on this connection.
+    answered_start: Option<u64>,
     connections: watch::Sender<u64>,
     scrapes: mpsc::Receiver<(u64, Scrape)>,
     _metrics_reader: Option<Task>,
@@ -149,6 +154,7 @@ impl Follower {
             replay: None,
             refused: false,
             process_start: None,
+            answered_start: None,
             connections,
             scrapes,
             _metrics_reader: reader,
@@ -225,6 +231,7 @@ impl Follower {
             count(&self.kv.counters.reconnects);
         }
         tracing::info!(endpoint = %self.subscription.label, "event socket connected");
+        self.answered_start = None;
         self.kv.set_connected(true);
         let refused = std::mem::take(&mut self.refused);
         self.with_stream(|stream, now, out| stream.connected(refused, now, out));
@@ -277,11 +284,12 @@ impl Follower {
     fn scraped(&mut self, connection: u64, scrape: Scrape) {
         let changed = self.kv.set_label(scrape.label);
         self.report(changed);
-        let Some(start) = scrape.process_start else { return };
-        let other_process = self.process_start.replace(start).is_some_and(|before| before != start);
-        if connection == *self.connections.borrow() {
-            self.with_stream(|stream, now, out| stream.identified(other_process, now, out));
-        }
+        let Some(start) = scrape.process_start.filter(|_| connection == *self.connections.borrow()) else { return };
+        self.answered_start = Some(start);
+        // What is known stays with the process that it was heard of until that life is over: the web server of the next
+        // one may well answer while the events of this one are still waited for.
+        let other_process = *self.process_start.get_or_insert(start) != start;
+        self.with_stream(|stream, now, out| stream.identified(other_process, now, out));
     }
 
     /// Tells the stream something and does what it answers.
@@ -300,11 +308,13 @@ impl Follower {
     }
 
     fn apply(&self, message: &Message, now: Instant) {
-        match events::decode(&message.batch) {
-            Ok(batch) => {
-                self.kv.set_lag(lag(batch.ts));
-                self.report(self.kv.apply(message.seq, &batch, now));
-            }
+        let apply = || {
+            let batch = events::decode(&message.batch)?;
+            self.kv.set_lag(lag(batch.ts));
+            Ok::<_, events::DecodeError>(self.kv.apply(message.seq, &batch, now))
+        };
+        match with_room_for_others(message.batch.len(), apply) {
+            Ok(changed) => self.report(changed),
             Err(error) => {
                 count(&self.kv.counters.undecodable);
                 tracing::debug!(endpoint = %self.subscription.label, seq = %message.seq, %error, "batch not read");
@@ -312,9 +322,12 @@ impl Follower {
         }
     }
 
-    fn clear(&self, why: Why) {
+    fn clear(&mut self, why: Why) {
         match why {
-            Why::NewLife => tracing::info!(endpoint = %self.subscription.label, "engine restarted, inventory cleared"),
+            Why::NewLife => {
+                self.process_start = self.answered_start;
+                tracing::info!(endpoint = %self.subscription.label, "engine restarted, inventory cleared");
+            }
             Why::Gap => tracing::warn!(endpoint = %self.subscription.label, "event gap too wide, inventory cleared"),
         }
         self.report(self.kv.clear(why == Why::NewLife));
@@ -439,6 +452,15 @@ async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mps
             () = sleep(next), if number > 0 => {}
         }
     }
+}
+
+/// Does what a batch of `bytes` wants. The tasks that share this thread need not wait for a long one, where the runtime has
+/// other threads to give them to.
+fn with_room_for_others<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
+    if bytes > LONG_BATCH && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread {
+        return tokio::task::block_in_place(work);
+    }
+    work()
 }
 
 /// Pauses, and doubles the next pause.

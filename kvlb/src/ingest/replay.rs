@@ -15,6 +15,10 @@ use crate::contract::{EventSeq, events};
 /// How long each answer may take. vLLM opens no replay socket unless told, and a publisher between long steps answers
 /// within 100 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a whole replay may take: an engine's 10,000 batches take a few seconds, and what is held meanwhile is bounded.
+const REPLAY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Answers of one replay that are no batch, or none that goes on: after more, whoever answers is no engine.
+const NONSENSE_MAX: u32 = 16;
 /// The number that ends a replay: all ones, with an empty batch.
 const END: EventSeq = EventSeq(u64::MAX);
 
@@ -55,12 +59,21 @@ async fn read(
     let reading = async {
         socket.connect(&endpoint).await?;
         socket.send(request(from)).await?;
+        let (mut next, mut nonsense) = (from.0, 0);
         loop {
             let answer = timeout(ANSWER_TIMEOUT, socket.recv()).await.map_err(late)??;
-            let Some(message) = parse(&answer) else { continue };
-            if message.seq == END && message.batch.is_empty() {
+            let message = parse(&answer);
+            if message.as_ref().is_some_and(|message| message.seq == END && message.batch.is_empty()) {
                 return Ok(());
             }
+            let Some(message) = message.filter(|message| message.seq.0 >= next) else {
+                nonsense += 1;
+                if nonsense > NONSENSE_MAX {
+                    return Err(nonsensical());
+                }
+                continue;
+            };
+            next = message.seq.0.saturating_add(1);
             *answered = true;
             if to.send(Replay::Message(message)).await.is_err() {
                 return Ok(());
@@ -74,9 +87,13 @@ async fn read(
         ended
     };
     tokio::select! {
-        outcome = reading => outcome,
+        outcome = timeout(REPLAY_TIMEOUT, reading) => outcome.map_err(late)?,
         ended = piping => Err(ended.err().unwrap_or_else(|| io::ErrorKind::ConnectionReset.into()).into()),
     }
+}
+
+fn nonsensical() -> ZmqError {
+    io::Error::new(io::ErrorKind::InvalidData, "answers that are no replay").into()
 }
 
 fn late(elapsed: tokio::time::error::Elapsed) -> ZmqError {

@@ -22,7 +22,7 @@ const REPLAY_INTERVAL: Duration = Duration::from_secs(5);
 /// How long after its first replay a silent connection is asked once more. A publisher does not say when it has noticed a
 /// subscriber, and what it sends between the replay's answer and that moment is lost without a trace.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
-/// How long a replay socket that did not answer is left alone.
+/// How long a replay socket that did not answer, or not to the end, is left alone.
 const UNAVAILABLE_FOR: Duration = Duration::from_secs(30);
 /// How long batches wait for the engine to say when its process started, where nothing else tells its lives apart.
 const IDENTITY_WAIT: Duration = Duration::from_secs(2);
@@ -113,9 +113,24 @@ struct Connection {
     unborn: bool,
     /// Whether the endpoint refused a connection before it: the sign of a dead engine.
     refused: bool,
-    /// Whether the engine's process is another than before it, once it said so.
-    other_process: Option<bool>,
+    process: Process,
     second_look: SecondLook,
+    /// Until when a replay that broke off is not asked for again: what is missing now counts as lost.
+    broken_until: Option<Instant>,
+}
+
+/// What is known of the engine's process behind a connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Process {
+    /// It has not said when it started.
+    #[default]
+    Unsaid,
+    /// It has not said so in time, and was taken for the one before.
+    Assumed,
+    /// It is the one before.
+    Same,
+    /// It is another one.
+    Other,
 }
 
 /// Whether a connection's replay is to be asked for once more.
@@ -176,9 +191,9 @@ impl Stream {
         matches!(self.phase, Phase::Queued { .. } | Phase::Replaying { .. })
     }
 
-    /// Whether the replay socket did not answer when last asked.
+    /// Whether the replay socket did not answer when last asked, or not to the end.
     pub(crate) const fn is_unavailable(&self) -> bool {
-        self.unavailable_until.is_some()
+        self.unavailable_until.is_some() || self.connection.broken_until.is_some()
     }
 
     /// When [`Stream::tick`] is to be called.
@@ -212,9 +227,13 @@ impl Stream {
 
     /// The engine said whether its process is another than before this connection.
     pub(crate) fn identified(&mut self, other_process: bool, now: Instant, out: &mut Vec<Action>) {
-        self.connection.other_process = Some(other_process);
-        if matches!(self.phase, Phase::Identifying { .. }) {
-            self.without_replay(now, out);
+        let said = if other_process { Process::Other } else { Process::Same };
+        let before = std::mem::replace(&mut self.connection.process, said);
+        match self.phase {
+            Phase::Identifying { .. } => self.without_replay(now, out),
+            // What came since is lost with what came before: nobody knows any more which is which.
+            Phase::Live if before == Process::Assumed && other_process => self.new_life(out),
+            _ => {}
         }
     }
 
@@ -262,6 +281,7 @@ impl Stream {
     pub(crate) fn replay_ended(&mut self, now: Instant, out: &mut Vec<Action>) {
         let Phase::Replaying { verified } = self.phase else { return };
         self.unavailable_until = None;
+        self.connection.broken_until = None;
         if !verified && self.position().is_some() {
             // The engine has not come as far as it had: it is another one.
             return self.replay_new_life(out);
@@ -281,6 +301,8 @@ impl Stream {
             return;
         }
         if answered {
+            // The same question would bring the same answer, and live batches would wait for it for ever.
+            self.connection.broken_until = Some(now + UNAVAILABLE_FOR);
             return self.go_on(now, out);
         }
         self.unavailable_until = Some(now + UNAVAILABLE_FOR);
@@ -291,7 +313,10 @@ impl Stream {
     pub(crate) fn tick(&mut self, now: Instant, out: &mut Vec<Action>) {
         match self.phase {
             Phase::Queued { until } if until <= now => self.queue(now, out),
-            Phase::Identifying { until } if until <= now => self.go_on(now, out),
+            Phase::Identifying { until } if until <= now => {
+                self.connection.process = Process::Assumed;
+                self.go_on(now, out);
+            }
             Phase::Live => self.look_again(now, out),
             _ => {}
         }
@@ -317,7 +342,8 @@ impl Stream {
     }
 
     fn can_replay(&self, now: Instant) -> bool {
-        self.replays && self.unavailable_until.is_none_or(|until| until <= now)
+        let over = |until: Option<Instant>| until.is_none_or(|until| until <= now);
+        self.replays && over(self.unavailable_until) && over(self.connection.broken_until)
     }
 
     /// Asks for a replay from the last batch applied, inclusive, as soon as one is allowed.
@@ -350,14 +376,14 @@ impl Stream {
     /// Goes on where no replay can be had: after a connection, other signs tell whether the engine is the same.
     fn without_replay(&mut self, now: Instant, out: &mut Vec<Action>) {
         if self.connection.opening && self.cursor.last().is_some() {
-            match self.connection.other_process {
-                Some(true) => self.new_life(out),
+            match self.connection.process {
+                Process::Other => self.new_life(out),
                 _ if self.connection.refused => self.new_life(out),
-                None if self.identities => {
+                Process::Unsaid if self.identities => {
                     self.phase = Phase::Identifying { until: now + IDENTITY_WAIT };
                     return;
                 }
-                Some(false) | None => {}
+                _ => {}
             }
         }
         self.go_on(now, out);
@@ -412,7 +438,8 @@ impl Stream {
     }
 
     fn lose(&mut self, missed: u64, out: &mut Vec<Action>) {
-        self.tally.missed += missed;
+        // Numbers come from outside: two jumps over the whole range are more than a counter holds.
+        self.tally.missed = self.tally.missed.saturating_add(missed);
         if missed > EVENT_GAP_WINDOW {
             out.push(Action::Clear(Why::Gap));
         }

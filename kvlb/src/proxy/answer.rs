@@ -1,5 +1,7 @@
 //! The way of an answer: its head, then every byte as it comes.
 
+use std::time::Duration;
+
 use super::alarm::Limit;
 use super::backplane::{Backplane, Call, Event, Phase};
 use super::buffer::{Chunk, LARGE, MEDIUM, SMALL};
@@ -18,10 +20,19 @@ const ANSWER_FRONT: usize = 256;
 /// Interim answers to one request: nobody sends more than a few.
 const INTERIMS_MAX: u32 = 16;
 
+/// An answer's head as it came.
+pub(super) struct HeardHead {
+    pub(super) head: AnswerHead,
+    /// Its bytes, and what has come behind them.
+    pub(super) bytes: Chunk,
+    /// From the end of the request to here.
+    pub(super) waited: Duration,
+}
+
 /// What came of waiting for an answer's head.
 pub(super) enum Heard {
-    /// A head that is final, and its bytes with what came behind them.
-    Head(AnswerHead, Chunk),
+    /// A head that is final.
+    Head(HeardHead),
     /// The connection ended before any byte.
     Silence,
     /// The connection ended in the head.
@@ -56,8 +67,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 }
                 Ok(Some(head)) => {
                     let waited = clock::now().saturating_duration_since(upload.ended_at().unwrap_or(self.began));
-                    self.call.report(Event::Answered { position: target.position, status: head.status, waited });
-                    return Ok(Heard::Head(head, bytes));
+                    return Ok(Heard::Head(HeardHead { head, bytes, waited }));
                 }
                 Ok(None) => {}
             }
@@ -102,7 +112,9 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 
     /// Relays an answer to its end.
     pub(super) async fn relay(&mut self, held: Held<B, P>, upload: Option<Upload<'_>>) -> Result<After, End> {
-        let Held { leg, target, head, bytes } = held;
+        let Held { leg, target, answer: HeardHead { head, bytes, waited } } = held;
+        let (position, status) = (target.position, head.status);
+        self.call.report(Event::Answered { position, status, waited });
         let mut upload = upload;
         if let Some(upload) = &mut upload {
             upload.answered();
@@ -118,12 +130,12 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         let mut flow = Flow { body, excess: false, passed: 0 };
         let first = flow.first(&head, bytes, &front);
         self.client.lane().keep_scratch(front);
-        let first = first.map_err(|error| self.died(target.position, Some(error)))?;
-        self.client.lane().meter.answered(head.status, None);
+        let first = first.map_err(|error| self.died(position, Some(error)))?;
+        self.client.lane().meter.answered(status, None);
         let relayed = self.pass(&leg, first, &mut flow, upload.as_mut()).await;
         self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
-        relayed.map_err(|stop| self.broke_off(stop, &target, &flow))?;
-        self.call.report(Event::Finished { position: target.position, bytes: flow.passed });
+        relayed.map_err(|stop| self.broke_off(stop, position, &flow))?;
+        self.call.report(Event::Finished { position, bytes: flow.passed });
         let sent = upload.as_ref().is_none_or(Upload::is_sent);
         drop(upload);
         if head.keep_alive && !flow.excess && sent {
@@ -164,8 +176,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     }
 
     /// The client has seen the answer's beginning: whatever ended it, no answer of ours can follow.
-    fn broke_off(&mut self, broken: Broken, target: &TargetOf<P>, flow: &Flow) -> End {
-        let position = target.position;
+    fn broke_off(&mut self, broken: Broken, position: usize, flow: &Flow) -> End {
         match broken {
             Broken::Stopped(Stop::Left) => return Stop::Left.into(),
             Broken::Stopped(Stop::TimedOut(_)) => self.call.report(Event::TimedOut { position }),

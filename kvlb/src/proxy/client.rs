@@ -1,6 +1,6 @@
 //! One client connection: one request after the other, until either side has had enough.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::Poll;
@@ -29,6 +29,8 @@ pub(super) struct Client<'s, B: Backend, P: Backplane> {
     seat: &'s Seat<B, P>,
     pub(super) stream: B::Stream,
     pub(super) arrival: Arrival,
+    /// The client's address as text, once it has been written.
+    address: OnceCell<Box<str>>,
     pub(super) alarm: Alarm,
     /// Bytes that came behind the last request: the beginning of the next.
     pub(super) carry: Cell<Option<Chunk>>,
@@ -78,6 +80,7 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
         seat,
         stream,
         arrival,
+        address: OnceCell::new(),
         alarm: Alarm::new(),
         carry: Cell::new(None),
         phase: Cell::default(),
@@ -102,6 +105,11 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
     pub(super) fn lane(&self) -> &Lane<B, P> {
         &self.seat.lane
+    }
+
+    /// The client's address as the forwarding fields name it.
+    pub(super) fn address(&self) -> &str {
+        self.address.get_or_init(|| self.arrival.client.ip().to_canonical().to_string().into_boxed_str())
     }
 
     /// Waits for the beginning of another request; false when none comes.

@@ -196,9 +196,9 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     /// How the head of a request goes on.
-    pub(super) fn forward(&self, terms: &Terms, framing: Framing) -> Forward {
+    pub(super) fn forward(&self, terms: &Terms, framing: Framing) -> Forward<'_> {
         Forward {
-            client: terms.forwarded_headers.then(|| self.arrival.client.ip()),
+            client: terms.forwarded_headers.then(|| self.address()),
             vip: self.arrival.vip,
             framing,
             expect_continue: false,

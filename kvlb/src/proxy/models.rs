@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::answer::Heard;
-use super::backplane::{Backplane, Request};
+use super::answer::{Heard, HeardHead};
+use super::backplane::{Backplane, Call, Event, Request};
 use super::buffer::{Chunk, LARGE};
 use super::client::{After, Client};
 use super::exchange::End;
@@ -68,7 +68,8 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         let mut upload = Upload::new(send, self.then());
         self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => {
+            Heard::Head(HeardHead { head, bytes, waited }) => {
+                self.call.report(Event::Answered { position: target.position, status: head.status, waited });
                 let body = self.collect(&leg.stream, &head, bytes).await?;
                 Ok(read_list(&head, body).unwrap_or_else(|| List::Other(self.died(target.position, None))))
             }

@@ -5,13 +5,12 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::alarm::Limit;
-use super::answer::Heard;
+use super::answer::{Heard, HeardHead};
 use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Target, Terms};
-use super::buffer::Chunk;
 use super::client::{After, Client};
 use super::connect::Leg;
 use super::exchange::End;
-use super::http::{AnswerError, AnswerHead, Reply};
+use super::http::{AnswerError, Reply};
 use super::intake::Sending;
 use super::io::{Backend, Stream};
 use super::meter::Retry;
@@ -33,7 +32,10 @@ pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
 }
 
 /// A target of this backplane's calls.
-pub(super) type TargetOf<P> = Target<<<P as Backplane>::Call as Call>::Guard>;
+pub(super) type TargetOf<P> = Target<GuardOf<P>>;
+
+/// What a request holds at its endpoint.
+type GuardOf<P> = <<P as Backplane>::Call as Call>::Guard;
 
 /// An endpoint and a connection to it.
 type Reached<B, P> = (Leg<<B as Backend>::Stream>, TargetOf<P>);
@@ -53,10 +55,15 @@ enum Try<B: Backend, P: Backplane> {
 /// An answer that has not been relayed yet.
 pub(super) struct Held<B: Backend, P: Backplane> {
     pub(super) leg: Leg<B::Stream>,
-    pub(super) target: TargetOf<P>,
-    pub(super) head: AnswerHead,
-    /// The head's bytes, and what has come behind them.
-    pub(super) bytes: Chunk,
+    pub(super) target: Target<Option<GuardOf<P>>>,
+    pub(super) answer: HeardHead,
+}
+
+impl<B: Backend, P: Backplane> Held<B, P> {
+    fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Self {
+        let Target { position, addresses, fields, guard } = target;
+        Self { leg, target: Target { position, addresses, fields, guard: Some(guard) }, answer }
+    }
 }
 
 impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
@@ -85,12 +92,13 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<After, End> {
-        let (mut tried, mut sends, mut busy) = (Vec::new(), 0, None);
+        let (mut tried, mut sends) = (Vec::new(), 0);
+        let mut busy: Option<Box<Held<B, P>>> = None;
         let mut reached = self.reach(&mut tried, None, true).await?;
         loop {
             sends += 1;
             let may_hold = busy.is_none() && sends < SENDS_MAX;
-            let (next, reuse) = match self.try_once(reached, parcel, may_hold).await? {
+            let (next, reuse) = match self.try_once(reached, parcel, may_hold, &mut busy).await? {
                 Try::Relayed(after) => return Ok(after),
                 Try::Failed(reply) => return self.fall_back(busy, reply).await,
                 Try::Stale(back, target) => {
@@ -98,8 +106,10 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                     parcel = back;
                     (target, false)
                 }
-                Try::Busy(held, back) => {
+                Try::Busy(mut held, back) => {
                     tried.push(held.target.position);
+                    // It has not started, so nothing is in flight there.
+                    held.target.guard = None;
                     let Some(other) = self.another(&tried) else { return self.relay(*held, None).await };
                     parcel = back;
                     busy = Some(held);
@@ -140,17 +150,19 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.client.phase.set(Phase::Body);
         self.arm(None, Limit::Total);
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => self.relay(Held { leg, target, head, bytes }, Some(upload)).await,
+            Heard::Head(answer) => self.relay(Held::new(leg, target, answer), Some(upload)).await,
             Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
             Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
         }
     }
 
+    /// Sends the request to one endpoint. With an answer that is relayed, the `busy` one before it is done with.
     async fn try_once(
         &mut self,
         (leg, target): Reached<B, P>,
         parcel: Parcel,
         may_hold: bool,
+        busy: &mut Option<Box<Held<B, P>>>,
     ) -> Result<Try<B, P>, End> {
         let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
         let mut upload = Upload::new(send, self.then());
@@ -158,14 +170,15 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         // An endpoint that does not take the request makes no progress either.
         self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => {
-                let waiting = Held { leg, target, head, bytes };
-                if may_hold && waiting.head.is_busy() && upload.is_sent() {
+            Heard::Head(answer) => {
+                let waiting = Held::new(leg, target, answer);
+                if may_hold && waiting.answer.head.is_busy() && upload.is_sent() {
                     if let Some(parcel) = upload.into_parcel().await {
                         return Ok(Try::Busy(Box::new(waiting), parcel));
                     }
                     return self.relay(waiting, None).await.map(Try::Relayed);
                 }
+                *busy = None;
                 self.relay(waiting, Some(upload)).await.map(Try::Relayed)
             }
             Heard::Silence if leg.reused => {

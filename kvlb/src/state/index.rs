@@ -232,7 +232,7 @@ impl Index {
     }
 
     /// The copies of blocks that a slot holds beyond those of [`Index::names`], with a number for group and medium.
-    pub fn copies(&self, slot: SlotId) -> Vec<(BlockHash, u32, u8)> {
+    pub fn copies(&self, slot: SlotId) -> Vec<(BlockHash, u32, u32)> {
         self.writer.lock().books[slot.index()].as_ref().map_or_else(Vec::new, Book::copies)
     }
 

@@ -222,11 +222,16 @@ impl EndpointKv {
             return None;
         };
         let mut changed = false;
-        for event in &batch.events {
+        // What comes before the last clearing leaves nothing, and each clearing walks through the whole index.
+        let last_clearing = batch.events.iter().rposition(|event| matches!(event, Event::Cleared)).unwrap_or(0);
+        for (position, event) in batch.events.iter().enumerate() {
             if let Event::Stored(stored) = event {
                 let mut attestor = self.attestor.lock();
                 changed |= attestor.check(stored);
                 self.untagged.store(attestor.era() == KeyEra::Untagged, Ordering::Relaxed);
+            }
+            if position < last_clearing {
+                continue;
             }
             let applied = self.index.apply(slot, event);
             count(&counters.stored, applied.stored);
@@ -359,6 +364,22 @@ mod tests {
         index.overlaps(&[1, 2, 3, 4].map(BlockHash), &mut overlaps);
         assert_eq!((one.overlap(&overlaps), other.overlap(&overlaps)), ((3, 3), (1, 1)));
         assert_eq!((one.blocks(), one.names().len(), one.status(crate::clock::now()).ranks), (5, 3, 2));
+    }
+
+    #[test]
+    fn of_many_clearings_in_a_batch_only_what_follows_the_last_is_left() {
+        let index = Arc::new(Index::new(IndexConfig::default()));
+        let endpoint = endpoint(&index);
+        apply(&endpoint, &batch(0, &[9]));
+        let mut events = batch(0, &[1]).events;
+        for name in 2..6 {
+            events.push(Event::Cleared);
+            events.extend(batch(0, &[name]).events);
+        }
+        apply(&endpoint, &Batch { events, ..batch(0, &[]) });
+        assert_eq!(endpoint.names(), [BlockHash(5)]);
+        apply(&endpoint, &Batch { events: vec![Event::Cleared; 3], ..batch(0, &[]) });
+        assert_eq!(endpoint.blocks(), 0);
     }
 
     #[test]

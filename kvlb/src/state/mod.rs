@@ -24,7 +24,7 @@ use tokio::sync::watch;
 pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::page;
-pub use table::{Endpoint, Service, Table, Unserved};
+pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers};
 
 use crate::clock;

@@ -1,6 +1,7 @@
 //! The rules in force, made ready, with the moving parts of their endpoints.
 
-use std::net::{IpAddr, SocketAddr};
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,6 +19,8 @@ use crate::router::{self, Lookup, Overlap, View};
 pub struct Table {
     /// Services by rule number, oldest first.
     services: Vec<Arc<Service>>,
+    /// The same by VIP address: a request looks only at rules of its own.
+    by_address: HashMap<IpAddr, Vec<Arc<Service>>>,
 }
 
 /// A rule made ready, and what changes while its traffic flows.
@@ -63,7 +66,11 @@ pub enum Unserved {
 impl Table {
     pub(super) fn new(mut services: Vec<Arc<Service>>) -> Self {
         services.sort_by_key(|service| service.rule().id);
-        Self { services }
+        let mut by_address: HashMap<IpAddr, Vec<Arc<Service>>> = HashMap::new();
+        for service in &services {
+            by_address.entry(service.rule().key.vip.to_canonical()).or_default().push(Arc::clone(service));
+        }
+        Self { services, by_address }
     }
 
     /// Every service, oldest rule first.
@@ -76,13 +83,15 @@ impl Table {
         self.services.iter().find(|service| service.rule().id == id)
     }
 
-    /// The services on one VIP address and port, oldest first.
+    /// The services on one VIP address and port, oldest first; those on every address come last.
     pub fn at(&self, vip: SocketAddr) -> impl Iterator<Item = &Arc<Service>> {
         let address = vip.ip().to_canonical();
-        self.services.iter().filter(move |service| {
-            let key = &service.rule().key;
-            (key.vip == address || key.vip.is_unspecified()) && key.ports.contains(vip.port())
-        })
+        let everywhere = match address {
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        };
+        let on = |address: IpAddr| self.by_address.get(&address).into_iter().flatten();
+        on(address).chain(on(everywhere)).filter(move |service| service.rule().key.ports.contains(vip.port()))
     }
 
     /// The services that requests for no model in particular are meant for, by host and path.
@@ -229,6 +238,24 @@ impl View for Service {
 
     fn turn(&self) -> u64 {
         self.next_turn()
+    }
+}
+
+/// A service as seen by somebody who takes no turn: who only looks, and a request that has had its turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Onlooker<'a>(pub &'a Service);
+
+impl View for Onlooker<'_> {
+    fn candidates(&self) -> Vec<Candidate> {
+        self.0.candidates()
+    }
+
+    fn overlaps(&self, names: &[crate::contract::BlockHash], overlaps: &mut [Overlap]) {
+        self.0.overlaps(names, overlaps);
+    }
+
+    fn turn(&self) -> u64 {
+        self.0.turns.load(Ordering::Relaxed)
     }
 }
 

@@ -6,6 +6,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod bodies;
+mod events;
 mod heads;
+mod publisher;
 mod rules;
 mod stage;

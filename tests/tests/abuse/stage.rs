@@ -179,9 +179,14 @@ impl Stage {
 
     /// What happened on an endpoint's event stream, by the metrics.
     pub(crate) async fn stream_count(&self, position: usize, what: &str) -> u64 {
-        let (rule, name) = (self.rule_id, "kvlb_event_stream_total");
+        let (mut name, mut labels) = ("kvlb_event_stream_total", vec![format!("service=\"{}\"", self.rule_id)]);
+        if what == "recv_errors" {
+            name = "loxilb_kv_subscriber_recv_error_total";
+            labels.push(format!("ep=\"{}:{HTTP_PORT}\"", self.place.ip(11 + u8::try_from(position).unwrap())));
+        } else {
+            labels.extend([format!("ep_idx=\"{position}\""), format!("what=\"{what}\"")]);
+        }
         let page = self.kvlb.ask("GET", "/metrics", None).await.unwrap().body.text();
-        let labels = [format!("ep_idx=\"{position}\""), format!("service=\"{rule}\""), format!("what=\"{what}\"")];
         let line = page.lines().find(|line| line.starts_with(name) && labels.iter().all(|label| line.contains(label)));
         let value: f64 = line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0.0);
         format!("{value:.0}").parse().unwrap()

@@ -247,6 +247,20 @@ fn an_engine_that_cannot_be_asked_is_not_waited_for() {
 }
 
 #[test]
+fn a_word_that_comes_late_still_ends_a_life_that_was_only_assumed() {
+    for (other, left) in [(true, vec![4]), (false, vec![0, 1, 2, 3, 4])] {
+        let mut run = Run::new(false);
+        run.connect(false).live(0, [0, 1]);
+        run.tell(|stream, now, out| stream.identified(other, now, out));
+        assert_eq!(run.seqs(), [0, 1], "on a connection that went on, the numbers tell lives apart");
+        run.stream.disconnected();
+        run.connect(false).later(IDENTITY_WAIT).live(1, [2, 3]);
+        run.tell(|stream, now, out| stream.identified(other, now, out)).live(1, [4]);
+        assert_eq!((run.seqs(), run.stream.tally().restarts), (left, u64::from(other)));
+    }
+}
+
+#[test]
 fn replays_are_rationed_and_a_needed_one_is_delayed_not_lost() {
     let mut run = Run::new(true);
     run.connect(false).replay(0, [0]);
@@ -276,6 +290,40 @@ fn a_replay_socket_that_does_not_answer_is_left_alone_for_a_while() {
     run.replay(0, [4, 5, 6]);
     assert!(!run.stream.is_unavailable());
     assert_eq!(run.seqs(), [0, 2, 4, 5, 6]);
+}
+
+#[test]
+fn a_replay_that_breaks_off_is_not_waited_for_twice() {
+    let mut run = Run::new(true);
+    run.connect(false).replay(0, 0..=2).live(0, [6, 7]);
+    run.tell(|stream, _, out| stream.replayed(message(0, 2), out)).fail(true);
+    assert_eq!((run.asked.as_slice(), run.seqs()), (&[0, 2][..], vec![0, 1, 2, 6, 7]));
+    assert!(run.stream.is_unavailable());
+    assert_eq!(run.stream.tally().missed, 3);
+    // The next connection is another chance, and so is the time.
+    run.later(UNAVAILABLE_FOR).live(0, [9]);
+    assert_eq!(run.asked.last(), Some(&7));
+    run.replay(0, 7..=9);
+    assert!(!run.stream.is_unavailable());
+    run.tell(|stream, now, out| stream.live(message(0, 12), now, out)).fail(true);
+    run.stream.disconnected();
+    run.connect(false);
+    assert!(run.stream.is_replaying());
+}
+
+#[test]
+fn numbers_over_their_whole_range_overflow_nothing() {
+    for replays in [false, true] {
+        let mut run = Run::new(replays);
+        run.connect(false).fail(false);
+        for _ in 0..3 {
+            for seq in [0, u64::MAX, u64::MAX - 1, 1 << 63, u64::MAX] {
+                let message = Message { seq: EventSeq(seq), time: 0, batch: Bytes::from_static(b"x") };
+                run.tell(|stream, now, out| stream.live(message, now, out));
+            }
+        }
+        assert_eq!(run.stream.tally().missed, u64::MAX);
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The head of a request: read, checked, and written anew for an endpoint.
 
-use std::net::{IpAddr, SocketAddr};
+use std::mem::MaybeUninit;
+use std::net::SocketAddr;
 
 use super::fields::{Fields, Kind, Lines, NAMED_MAX, Span, content_length, write_field};
 use super::{FIELDS_MAX, HEAD_MAX, METHOD_MAX, TARGET_MAX};
@@ -183,7 +184,7 @@ impl Head {
     ///
     /// Method, fields, their order and spelling are the client's. What concerned the client's own connection is gone, the
     /// body's framing is written anew, and the forwarding fields name the client.
-    pub(in crate::proxy) fn write_for_endpoint(&self, out: &mut Vec<u8>, forward: &Forward) {
+    pub(in crate::proxy) fn write_for_endpoint(&self, out: &mut Vec<u8>, forward: &Forward<'_>) {
         out.extend_from_slice(self.method().as_bytes());
         out.push(b' ');
         if self.origin_target().starts_with('?') {
@@ -215,13 +216,13 @@ impl Head {
         out.extend_from_slice(b"\r\n");
     }
 
-    fn write_forwarding(&self, out: &mut Vec<u8>, client: IpAddr) {
+    fn write_forwarding(&self, out: &mut Vec<u8>, client: &str) {
         out.extend_from_slice(b"x-forwarded-for: ");
         for earlier in self.fields().of_kind(Kind::ForwardedFor).filter(|value| !value.is_empty()) {
             out.extend_from_slice(earlier);
             out.extend_from_slice(b", ");
         }
-        out.extend_from_slice(client.to_canonical().to_string().as_bytes());
+        out.extend_from_slice(client.as_bytes());
         out.extend_from_slice(b"\r\n");
         if self.fields().of_kind(Kind::ForwardedProto).next().is_none() {
             write_field(out, b"x-forwarded-proto", b"http");
@@ -231,9 +232,9 @@ impl Head {
 
 /// What of a head depends on more than the head.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct Forward {
+pub(in crate::proxy) struct Forward<'a> {
     /// The client to name in the forwarding fields; `None` where the rule has them off.
-    pub(in crate::proxy) client: Option<IpAddr>,
+    pub(in crate::proxy) client: Option<&'a str>,
     /// The address that the client connected to: the `Host` of an HTTP/1.0 request that has none.
     pub(in crate::proxy) vip: SocketAddr,
     /// How the body goes on.
@@ -270,9 +271,9 @@ impl HeadScan {
             return if bytes.len() >= HEAD_MAX { Err(Refusal::HeadTooLarge) } else { Ok(None) };
         }
         let bytes = &bytes[..bytes.len().min(HEAD_MAX)];
-        let mut storage = [httparse::EMPTY_HEADER; FIELDS_MAX];
-        let mut request = httparse::Request::new(&mut storage);
-        match request.parse(bytes) {
+        let mut storage = [const { MaybeUninit::uninit() }; FIELDS_MAX];
+        let mut request = httparse::Request::new(&mut []);
+        match request.parse_with_uninit_headers(bytes, &mut storage) {
             Ok(httparse::Status::Complete(length)) => {
                 let (method, target) = (request.method.unwrap_or_default(), request.path.unwrap_or_default());
                 head(&bytes[..length], method, target, request.version == Some(0), request.headers)
@@ -413,8 +414,6 @@ fn expects_continue(fields: Fields<'_>) -> Result<bool, Refusal> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
-
     use proptest::prelude::*;
 
     use super::*;
@@ -430,7 +429,7 @@ mod tests {
     fn forwarded(text: &str, framing: Framing) -> String {
         let mut out = Vec::new();
         let forward = Forward {
-            client: Some(Ipv4Addr::new(10, 0, 0, 9).into()),
+            client: Some("10.0.0.9"),
             vip: SocketAddr::from(([10, 9, 9, 9], 8000)),
             framing,
             expect_continue: false,

@@ -30,7 +30,7 @@ struct Plain {
 
 #[derive(Default)]
 struct PlainSlot {
-    copies: BTreeMap<(u64, (u32, Medium)), u8>,
+    copies: BTreeMap<(u64, (u32, Medium)), u32>,
     held: Vec<u64>,
     removed: BTreeSet<u64>,
     /// Removed names that nobody holds, the oldest first.
@@ -64,7 +64,7 @@ impl Plain {
         let held_before = self.is_held(name);
         let own = &mut self.slots[slot];
         // The first copy that counts is bounded by eviction, the others by refusal.
-        let beyond_first = |(key, &copies): (&(u64, (u32, Medium)), &u8)| key.1 != FULL || copies > 1;
+        let beyond_first = |(key, &copies): (&(u64, (u32, Medium)), &u32)| key.1 != FULL || copies > 1;
         let others = own.copies.iter().filter(|&entry| beyond_first(entry)).count();
         let before = own.copies.get(&(name, kind)).copied().unwrap_or(0);
         let is_new_other = if kind == FULL { before == 1 } else { before == 0 };
@@ -72,7 +72,7 @@ impl Plain {
             return;
         }
         let copies = own.copies.entry((name, kind)).or_insert(0);
-        *copies = (*copies + 1).min(3);
+        *copies += 1;
         if kind != FULL || own.held.contains(&name) {
             return;
         }
@@ -218,8 +218,8 @@ fn compare(index: &Index, slots: &[SlotId], plain: &Plain, query: &[u64]) -> Res
         held.sort_unstable();
         prop_assert_eq!(index.blocks(slot), held.len());
         prop_assert_eq!(index.names(slot), held);
-        let aside: u32 = own.copies.iter().map(|(key, &copies)| u32::from(copies - u8::from(key.1 == FULL))).sum();
-        prop_assert_eq!(index.copies(slot).iter().map(|copy| u32::from(copy.2)).sum::<u32>(), aside);
+        let aside: u32 = own.copies.iter().map(|(key, &copies)| copies - u32::from(key.1 == FULL)).sum();
+        prop_assert_eq!(index.copies(slot).iter().map(|copy| copy.2).sum::<u32>(), aside);
         let (depth, count) = plain.overlap(number, query);
         let overlap = overlaps.iter().find(|overlap| overlap.slot == slot);
         prop_assert_eq!(overlap, Some(&Overlap { slot, depth, count }));

@@ -10,11 +10,11 @@ use super::desk;
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
-use crate::fleet::RuleId;
+use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
 use crate::router::{self, Overlap, View as _};
 use crate::state::kv::EndpointKv;
-use crate::state::{self, Service, State};
+use crate::state::{self, Service, Staged, State};
 
 /// How blocks are named here: as the engine names them.
 const KEYING: &str = "parity";
@@ -100,6 +100,15 @@ impl Live for LiveState {
         })
     }
 
+    fn notes(&self, rule: RuleId) -> Vec<String> {
+        let Some(service) = self.service(rule) else { return Vec::new() };
+        if service.rule().kv.mode == ExactMode::Off {
+            return Vec::new();
+        }
+        let note = |model: &String| tokenizer_trouble(self.state.tokenizers.status(model)?, model);
+        models(&service).iter().filter_map(note).collect()
+    }
+
     fn metrics(&self) -> String {
         self.read_kernel();
         state::scrape(&self.state);
@@ -112,6 +121,42 @@ impl Live for LiveState {
     fn degraded(&self) -> Vec<(String, String)> {
         self.state.degraded().into_iter().map(|(what, why)| (what.to_owned(), why)).collect()
     }
+}
+
+/// The models that a rule serves: its own, else those that its engines list, of which a few are enough to see what is wrong.
+fn models(service: &Service) -> Vec<String> {
+    const SHOWN_MAX: usize = 8;
+    if let Some(model) = &service.rule().key.model {
+        return vec![model.clone()];
+    }
+    let listed = service.endpoints.iter().flat_map(|endpoint| endpoint.meters.models().to_vec());
+    let mut models: Vec<_> = listed.filter(|model| !service.lists_adapter(model)).collect();
+    models.sort_unstable();
+    models.dedup();
+    models.truncate(SHOWN_MAX);
+    models
+}
+
+/// Why requests for a model are routed without looking at their blocks, if so.
+fn tokenizer_trouble(staged: Staged, model: &str) -> Option<String> {
+    let routed = "are routed without their blocks";
+    let tokenizer = match staged {
+        Staged::Unusable(why) => return Some(format!("model {model}: requests {routed}: {why}")),
+        Staged::Ready(tokenizer) => tokenizer,
+    };
+    let status = tokenizer.status();
+    if let Some(miss) = status.text {
+        return Some(format!("model {model}: requests {routed}: {}", miss.detail()));
+    }
+    let why = match (status.template, status.chat) {
+        (Some(template), Some(_)) => format!("the chat template: {template}"),
+        (None, Some(_)) if tokenizer.template_missing() => {
+            "no chat template: stage the model's tokenizer_config.json or chat_template.jinja".to_owned()
+        }
+        (None, Some(miss)) => miss.detail().to_owned(),
+        (_, None) => return None,
+    };
+    Some(format!("model {model}: chats {routed}: {why}"))
 }
 
 fn kv_view(kv: &EndpointKv) -> KvView {

@@ -402,6 +402,10 @@ impl crate::control::Live for Quiet {
         None
     }
 
+    fn notes(&self, _: RuleId) -> Vec<String> {
+        Vec::new()
+    }
+
     fn metrics(&self) -> String {
         "# nothing\n".to_owned()
     }

@@ -23,7 +23,7 @@ pub use live::{EndpointId, InFlight, Meters};
 pub use retry::RetryBudget;
 pub use scrape::scrape;
 pub use table::{Endpoint, Service, Table, Unserved};
-pub use tokenizers::{Staged, Tokenizers};
+pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;
 use crate::contract::attest::Attestor;

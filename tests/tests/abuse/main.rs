@@ -7,6 +7,7 @@
 
 mod bodies;
 mod events;
+mod files;
 mod heads;
 mod publisher;
 mod rules;

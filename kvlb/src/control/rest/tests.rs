@@ -44,6 +44,10 @@ impl Live for Fixed {
         })
     }
 
+    fn notes(&self, rule: RuleId) -> Vec<String> {
+        if rule.0 == 2 { vec!["stage a tokenizer".to_owned()] } else { Vec::new() }
+    }
+
     fn metrics(&self) -> String {
         "kvlb_up 1\n".to_owned()
     }
@@ -162,6 +166,7 @@ async fn rules_are_found_by_every_form_of_their_address() {
     let server = Server::ready(None).await;
     server.create(json!({"externalIP": "2001:db8::1", "name": "six"})).await;
     server.create(json!({"model_name": "a/b", "name": "m"})).await;
+    assert_eq!(server.get("/config/loadbalancer/id/2").await.1["lbAttr"][0]["notes"], json!(["stage a tokenizer"]));
     server.create(json!({"host": "h.example", "portMax": 8090, "port": 8081})).await;
     let lb = "/config/loadbalancer";
     for (path, id) in [

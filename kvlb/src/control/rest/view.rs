@@ -25,7 +25,8 @@ fn rule(entry: &Entry, live: &dyn Live) -> Value {
                     add_live(row, rule, position, live);
                 }
             }
-            let notes = wire::notes(rule);
+            let own = wire::notes(rule).into_iter().map(str::to_owned);
+            let notes: Vec<_> = own.chain(live.notes(rule.id)).collect();
             if !notes.is_empty() {
                 shown.insert("notes".to_owned(), json!(notes));
             }

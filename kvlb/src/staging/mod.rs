@@ -14,8 +14,9 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::interval;
 
+use crate::openai::{Input, TokenOptions};
 use crate::state::{Staged, State, Wanted};
-use crate::tokenize::{EngineOptions, Files, ModelSlug, Tokenizer};
+use crate::tokenize::{EngineOptions, Files, Limits, ModelSlug, Tokenizer};
 
 /// How often the directory is looked at for changed files.
 const RESCAN: Duration = Duration::from_secs(5);
@@ -74,7 +75,7 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
         let stamp = folder.as_deref().and_then(stamp);
         // A model's file may be anything; what makes its reader panic is of no use, and looked at again when it changes.
         let read = || read(&dir, folder.as_deref(), &name);
-        let load = || read().and_then(|files| Ok(Tokenizer::load(&files, EngineOptions::default())?));
+        let load = || read().and_then(|files| tried(Tokenizer::load(&files, EngineOptions::default())?));
         (stamp, catch_unwind(load).unwrap_or(Err(Error::Panicked)))
     });
     let (stamp, tokenizer) = found.await.unwrap_or_else(|_cancelled| (None, Err(Error::Panicked)));
@@ -94,6 +95,14 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
     };
     loaded.insert(slug.clone(), stamp);
     state.tokenizers.put(slug, &staged);
+}
+
+/// A tokenizer that has read a text: one that panics on it would do so with every request.
+fn tried(tokenizer: Tokenizer) -> Result<Tokenizer, Error> {
+    let text = Input::Text("The quick brown fox, 1234.\n".to_owned());
+    // Whether it makes tokens of it shows in its status.
+    drop(tokenizer.tokens(&text, &TokenOptions::default(), &Limits::default()));
+    Ok(tokenizer)
 }
 
 /// Models whose files are not what they were when they were read.

@@ -8,7 +8,9 @@
 mod bodies;
 mod events;
 mod files;
+mod floods;
 mod heads;
+mod outages;
 mod publisher;
 mod rules;
 mod stage;

@@ -11,6 +11,7 @@ mod files;
 mod floods;
 mod heads;
 mod outages;
+mod parsers;
 mod publisher;
 mod rules;
 mod stage;

@@ -75,7 +75,7 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
         let stamp = folder.as_deref().and_then(stamp);
         // A model's file may be anything; what makes its reader panic is of no use, and looked at again when it changes.
         let read = || read(&dir, folder.as_deref(), &name);
-        let load = || read().and_then(|files| tried(Tokenizer::load(&files, EngineOptions::default())?));
+        let load = || read().and_then(|files| Ok(tried(Tokenizer::load(&files, EngineOptions::default())?)));
         (stamp, catch_unwind(load).unwrap_or(Err(Error::Panicked)))
     });
     let (stamp, tokenizer) = found.await.unwrap_or_else(|_cancelled| (None, Err(Error::Panicked)));
@@ -98,11 +98,11 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
 }
 
 /// A tokenizer that has read a text: one that panics on it would do so with every request.
-fn tried(tokenizer: Tokenizer) -> Result<Tokenizer, Error> {
+fn tried(tokenizer: Tokenizer) -> Tokenizer {
     let text = Input::Text("The quick brown fox, 1234.\n".to_owned());
     // Whether it makes tokens of it shows in its status.
     drop(tokenizer.tokens(&text, &TokenOptions::default(), &Limits::default()));
-    Ok(tokenizer)
+    tokenizer
 }
 
 /// Models whose files are not what they were when they were read.
@@ -195,11 +195,12 @@ mod tests {
         let dir = tempfile::tempdir().expect("a temporary directory");
         fs::create_dir_all(dir.path().join("m")).expect("a folder");
         let read = |slug: &ModelSlug| read(dir.path(), folder(dir.path(), slug).as_deref(), slug);
-        let error = read(&ModelSlug::from("m")).err().expect("nothing to load");
+        let error = read(&ModelSlug::from("m")).expect_err("nothing to load");
         assert!(error.to_string().starts_with("tokenizer.json is missing in "), "{error}");
-        let error = read(&ModelSlug::from("absent")).err().expect("nothing to load");
+        let error = read(&ModelSlug::from("absent")).expect_err("nothing to load");
         assert!(error.to_string().starts_with("no folder absent in "), "{error}");
     }
+
     #[test]
     fn what_is_no_regular_file_is_not_opened() {
         let dir = tempfile::tempdir().expect("a temporary directory");

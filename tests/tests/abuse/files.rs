@@ -31,7 +31,7 @@ async fn damaged_rules_fall_back_to_the_version_before_and_say_so() {
     }
     kvlb.stop().await.unwrap();
     let whole = fs::read(&rules).unwrap();
-    for damaged in [&b""[..], b"{", b"null", b"\xff\xfe\x00", &whole[..whole.len() / 2], &[0; 100_000]] {
+    for damaged in [&b""[..], b"{", b"null", b"\xff\xfe\x00", &whole[..whole.len() / 2], &vec![0; 100_000]] {
         fs::write(&rules, damaged).unwrap();
         let kvlb = Kvlb::start(with_state(&place, dir.path())).await.unwrap();
         let (_, status) = kvlb.api("GET", "/netlox/v1/status", None).await.unwrap();

@@ -6,6 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
+use nix::sys::resource::{Resource, getrlimit};
 use parking_lot::Mutex;
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -17,6 +18,8 @@ use crate::state::{State, Table};
 const BACKLOG: i32 = 4096;
 /// The listeners that the kernel steers to.
 const STEERED: Link = Link(0);
+/// Addresses that could not be bound and are named in the status.
+const FAILURES_SHOWN: usize = 8;
 /// The name of the degraded state in which a VIP could not be bound.
 const DEGRADED: &str = "vip_bind";
 
@@ -69,9 +72,15 @@ impl OwnVips {
             stays
         });
         let mut failures = Vec::new();
+        let room = sockets_max() / proxy.threads().max(1);
         for address in wanted {
             if self.bound.contains_key(&address) {
                 continue;
+            }
+            if self.bound.len() >= room {
+                failures
+                    .push(format!("{address} and what follows: {room} VIP ports take half of the open files allowed"));
+                break;
             }
             match bind(address, proxy.threads()) {
                 Ok(sockets) => {
@@ -86,13 +95,26 @@ impl OwnVips {
         if failures.is_empty() {
             state.recovered(DEGRADED);
         } else {
-            let why = format!("cannot bind {} (is the address on this host?)", failures.join("; "));
+            let why = told(&failures);
             if state.degraded().iter().all(|(_, known)| *known != why) {
                 tracing::error!(why, "a VIP is not served");
             }
             state.degrade(DEGRADED, why);
         }
     }
+}
+
+/// What went wrong and what to do, for the status.
+fn told(failures: &[String]) -> String {
+    let shown = failures.iter().take(FAILURES_SHOWN).map(String::as_str).collect::<Vec<_>>().join("; ");
+    let more = failures.len().saturating_sub(FAILURES_SHOWN);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    format!("cannot bind {shown}{more} (is the address on this host, and the limit of open files high enough?)")
+}
+
+/// Sockets that listeners may take: traffic, the API and event streams need the other half of what the process may open.
+fn sockets_max() -> usize {
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(usize::MAX, |(soft, _)| usize::try_from(soft / 2).unwrap_or(usize::MAX))
 }
 
 /// Follows the rules for ever; addresses that could not be bound are tried again.
@@ -119,4 +141,16 @@ fn addresses(table: &Table) -> BTreeSet<SocketAddr> {
             key.ports.iter().map(|port| SocketAddr::new(key.vip, port))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_names_some_addresses_and_counts_the_others() {
+        let failures: Vec<_> = (0..4096).map(|port| format!("192.0.2.1:{port}: in use")).collect();
+        let told = told(&failures);
+        assert!(told.contains("192.0.2.1:7: in use; and 4088 more") && told.len() < 500, "{told}");
+    }
 }

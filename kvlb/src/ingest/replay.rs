@@ -16,7 +16,7 @@ use crate::contract::{EventSeq, events};
 /// within 100 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a whole replay may take: an engine's 10,000 batches take a few seconds, and what is held meanwhile is bounded.
-const REPLAY_TIMEOUT: Duration = Duration::from_secs(60);
+const REPLAY_TIMEOUT: Duration = Duration::from_mins(1);
 /// Answers of one replay that are no batch, or none that goes on: after more, whoever answers is no engine.
 const NONSENSE_MAX: u32 = 16;
 /// The number that ends a replay: all ones, with an empty batch.

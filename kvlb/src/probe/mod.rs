@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nix::errno::Errno;
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
@@ -60,6 +61,11 @@ async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
     let mut streak = Streak::new(target.monitor.retries);
     loop {
         let result = probe(target, http).await;
+        if result.as_ref().is_err_and(Failure::is_ours) {
+            tracing::debug!(endpoint = %target.label, "no descriptor or memory for a probe");
+            sleep(target.monitor.interval).await;
+            continue;
+        }
         let cause = result.as_ref().err().map_or_else(String::new, ToString::to_string);
         if let Some(verdict) = streak.add(result.is_ok())
             && target.meters.set_probe(verdict)
@@ -91,6 +97,26 @@ enum Failure {
     Status(u16),
     #[error("the answer does not contain {0:?}")]
     Content(String),
+}
+
+impl Failure {
+    /// Whether this process or machine has no descriptor, port or memory left, which says nothing of the endpoint.
+    fn is_ours(&self) -> bool {
+        const OURS: [Errno; 5] = [Errno::EMFILE, Errno::ENFILE, Errno::ENOMEM, Errno::ENOBUFS, Errno::EADDRNOTAVAIL];
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = match self {
+            Self::Connect(error) => Some(error),
+            Self::Http(error) => Some(error),
+            _ => None,
+        };
+        while let Some(error) = cause {
+            let code = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::raw_os_error);
+            if code.is_some_and(|code| OURS.contains(&Errno::from_raw(code))) {
+                return true;
+            }
+            cause = error.source();
+        }
+        false
+    }
 }
 
 async fn probe(target: &Target, http: &reqwest::Client) -> Result<(), Failure> {
@@ -211,4 +237,17 @@ async fn bounded_body(mut answer: reqwest::Response) -> Result<Vec<u8>, reqwest:
         body.extend_from_slice(&piece);
     }
     Ok(body)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_our_own_is_no_verdict_on_an_endpoint() {
+        let connect = |code: Errno| Failure::Connect(std::io::Error::from_raw_os_error(code as i32));
+        assert!([Errno::EMFILE, Errno::ENFILE, Errno::ENOBUFS].map(connect).iter().all(Failure::is_ours));
+        assert!(![Errno::ECONNREFUSED, Errno::EHOSTUNREACH].map(connect).iter().any(Failure::is_ours));
+        assert!(!Failure::Timeout.is_ours() && !Failure::Status(503).is_ours());
+    }
 }

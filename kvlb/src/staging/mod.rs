@@ -7,14 +7,16 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
+use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::time::interval;
 
-use crate::state::{Staged, State};
-use crate::tokenize::{EngineOptions, Files, ModelSlug, Tokenizer};
+use crate::openai::{Input, TokenOptions};
+use crate::state::{Staged, State, Wanted};
+use crate::tokenize::{EngineOptions, Files, Limits, ModelSlug, Tokenizer};
 
 /// How often the directory is looked at for changed files.
 const RESCAN: Duration = Duration::from_secs(5);
@@ -32,6 +34,10 @@ enum Error {
     Read { path: String, source: io::Error },
     #[error("{path} has more than {FILE_BYTES_MAX} bytes")]
     TooLarge { path: String },
+    #[error("{path} is no regular file")]
+    NotAFile { path: String },
+    #[error("the model's files make their reader panic: compare them with the model's own")]
+    Panicked,
     #[error(transparent)]
     Load(#[from] crate::tokenize::LoadError),
 }
@@ -43,61 +49,82 @@ pub async fn keep_loaded(dir: PathBuf, state: Arc<State>) {
     loop {
         tokio::select! {
             wanted = state.tokenizers.next_wanted() => {
-                // Several askers may have wanted the same model while it was being loaded.
-                for slug in wanted.iter().filter(|slug| state.tokenizers.status(slug.as_str()).is_none()) {
-                    load(&dir, slug, &state, &mut loaded).await;
+                // Asked for again while it was being loaded, a model is here already.
+                for wanted in wanted.into_iter().filter(|wanted| !state.tokenizers.knows(&wanted.slug)) {
+                    load(&dir, &wanted, &state, &mut loaded).await;
                 }
             }
             _ = tick.tick() => {
-                for slug in changed(&dir, &loaded) {
-                    load(&dir, &slug, &state, &mut loaded).await;
+                loaded.retain(|slug, _| state.tokenizers.knows(slug));
+                for slug in changed(&dir, &loaded).await {
+                    load(&dir, &Wanted { slug, by_client: false }, &state, &mut loaded).await;
                 }
             }
         }
     }
 }
 
-/// What the files of a folder looked like when they were read.
-type Stamp = Vec<(OsString, u64, Option<SystemTime>)>;
+/// What the files of a folder looked like when they were read; `None` without a folder.
+type Stamp = Option<Vec<(OsString, u64, Option<SystemTime>)>>;
 
-async fn load(dir: &Path, slug: &ModelSlug, state: &Arc<State>, loaded: &mut HashMap<ModelSlug, Stamp>) {
-    let (folder, wanted) = (dir.to_owned(), slug.clone());
+async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut HashMap<ModelSlug, Stamp>) {
+    let slug = &wanted.slug;
+    let (dir, name) = (dir.to_owned(), slug.clone());
     let found = tokio::task::spawn_blocking(move || {
-        let stamp = stamp(&folder, &wanted);
-        let tokenizer = read(&folder, &wanted).and_then(|files| Ok(Tokenizer::load(&files, EngineOptions::default())?));
-        (stamp, tokenizer)
+        let folder = folder(&dir, &name);
+        let stamp = folder.as_deref().and_then(stamp);
+        // A model's file may be anything; what makes its reader panic is of no use, and looked at again when it changes.
+        let read = || read(&dir, folder.as_deref(), &name);
+        let load = || read().and_then(|files| Ok(tried(Tokenizer::load(&files, EngineOptions::default())?)));
+        (stamp, catch_unwind(load).unwrap_or(Err(Error::Panicked)))
     });
-    let staged = match found.await {
-        Ok((stamp, Ok(tokenizer))) => {
-            tracing::info!(model = slug.as_str(), "tokenizer loaded");
-            loaded.insert(slug.clone(), stamp);
+    let (stamp, tokenizer) = found.await.unwrap_or_else(|_cancelled| (None, Err(Error::Panicked)));
+    let model = slug.as_str();
+    let staged = match tokenizer {
+        Ok(tokenizer) => {
+            tracing::info!(model, "tokenizer loaded");
             Staged::Ready(Arc::new(tokenizer))
         }
-        Ok((stamp, Err(error))) => {
-            tracing::warn!(model = slug.as_str(), %error, "tokenizer not usable");
-            loaded.insert(slug.clone(), stamp);
-            Staged::Unusable(error.to_string())
-        }
         Err(error) => {
-            tracing::error!(model = slug.as_str(), %error, "tokenizer could not be loaded");
+            match error {
+                Error::NoFolder { .. } if wanted.by_client => tracing::debug!(model, %error, "no such model"),
+                _ => tracing::warn!(model, %error, "tokenizer not usable"),
+            }
             Staged::Unusable(error.to_string())
         }
     };
+    loaded.insert(slug.clone(), stamp);
     state.tokenizers.put(slug, &staged);
 }
 
-/// Models whose files are not what they were when they were read.
-fn changed(dir: &Path, loaded: &HashMap<ModelSlug, Stamp>) -> Vec<ModelSlug> {
-    let mut all: Vec<_> =
-        loaded.iter().filter(|(slug, before)| stamp(dir, slug) != **before).map(|(slug, _)| slug.clone()).collect();
-    all.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
-    all
+/// A tokenizer that has read a text: one that panics on it would do so with every request.
+fn tried(tokenizer: Tokenizer) -> Tokenizer {
+    let text = Input::Text("The quick brown fox, 1234.\n".to_owned());
+    // Whether it makes tokens of it shows in its status.
+    drop(tokenizer.tokens(&text, &TokenOptions::default(), &Limits::default()));
+    tokenizer
 }
 
-fn stamp(dir: &Path, slug: &ModelSlug) -> Stamp {
-    let Some(folder) = folder(dir, slug) else { return Vec::new() };
-    let Ok(listing) = fs::read_dir(folder) else { return Vec::new() };
-    let mut files: Stamp = listing
+/// Models whose files are not what they were when they were read.
+async fn changed(dir: &Path, loaded: &HashMap<ModelSlug, Stamp>) -> Vec<ModelSlug> {
+    let (dir, loaded) = (dir.to_owned(), loaded.clone());
+    let looking = tokio::task::spawn_blocking(move || {
+        let folders = folders(&dir);
+        let now = |slug: &ModelSlug| {
+            let folder = folders.iter().find(|(name, _)| slug.matches_dir(name));
+            folder.and_then(|(_, path)| stamp(path))
+        };
+        let mut changed: Vec<_> = loaded.into_iter().filter(|(slug, before)| now(slug) != *before).collect();
+        changed.sort_unstable_by(|(a, _), (b, _)| a.as_str().cmp(b.as_str()));
+        changed.into_iter().map(|(slug, _)| slug).collect()
+    });
+    // Cancelled only when the process ends.
+    looking.await.unwrap_or_default()
+}
+
+fn stamp(folder: &Path) -> Stamp {
+    let listing = fs::read_dir(folder).ok()?;
+    let mut files: Vec<_> = listing
         .flatten()
         .filter_map(|entry| {
             let about = fs::metadata(entry.path()).ok()?;
@@ -105,29 +132,31 @@ fn stamp(dir: &Path, slug: &ModelSlug) -> Stamp {
         })
         .collect();
     files.sort();
-    files
+    Some(files)
 }
 
 /// The folder whose name is the slug, as the directory lists it.
 fn folder(dir: &Path, slug: &ModelSlug) -> Option<PathBuf> {
-    let listing = fs::read_dir(dir).ok()?;
-    listing
-        .flatten()
-        .find(|entry| entry.file_name().to_str().is_some_and(|name| slug.matches_dir(name)))
-        .map(|entry| entry.path())
+    folders(dir).into_iter().find(|(name, _)| slug.matches_dir(name)).map(|(_, path)| path)
 }
 
-fn read(dir: &Path, slug: &ModelSlug) -> Result<Files, Error> {
-    let folder = folder(dir, slug)
-        .ok_or_else(|| Error::NoFolder { slug: slug.as_str().to_owned(), dir: dir.display().to_string() })?;
-    let tokenizer_json = read_file(&folder, "tokenizer.json")?
+/// The folders in the staging directory, by name.
+fn folders(dir: &Path) -> Vec<(String, PathBuf)> {
+    let listing = fs::read_dir(dir).into_iter().flatten().flatten();
+    listing.filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path()))).collect()
+}
+
+fn read(dir: &Path, folder: Option<&Path>, slug: &ModelSlug) -> Result<Files, Error> {
+    let folder =
+        folder.ok_or_else(|| Error::NoFolder { slug: slug.as_str().to_owned(), dir: dir.display().to_string() })?;
+    let tokenizer_json = read_file(folder, "tokenizer.json")?
         .ok_or_else(|| Error::Missing { name: "tokenizer.json", folder: folder.display().to_string() })?;
-    let template = read_file(&folder, "chat_template.jinja")?;
+    let template = read_file(folder, "chat_template.jinja")?;
     Ok(Files {
         tokenizer_json,
-        tokenizer_config: read_file(&folder, "tokenizer_config.json")?,
+        tokenizer_config: read_file(folder, "tokenizer_config.json")?,
         chat_template: template.map(|text| String::from_utf8_lossy(&text).into_owned()),
-        config: read_file(&folder, "config.json")?,
+        config: read_file(folder, "config.json")?,
     })
 }
 
@@ -136,6 +165,8 @@ fn read_file(folder: &Path, name: &str) -> Result<Option<Vec<u8>>, Error> {
     let path = folder.join(name);
     let shown = || path.display().to_string();
     match fs::metadata(&path) {
+        // Opening a pipe would wait for its writer, and a device may never end.
+        Ok(about) if !about.is_file() => Err(Error::NotAFile { path: shown() }),
         Ok(about) if about.len() > FILE_BYTES_MAX => Err(Error::TooLarge { path: shown() }),
         Ok(_) => fs::read(&path).map(Some).map_err(|source| Error::Read { path: shown(), source }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -163,9 +194,23 @@ mod tests {
     fn a_missing_file_is_named() {
         let dir = tempfile::tempdir().expect("a temporary directory");
         fs::create_dir_all(dir.path().join("m")).expect("a folder");
-        let why =
-            |model: &str| read(dir.path(), &ModelSlug::from(model)).map(|_files| ()).map_err(|error| error.to_string());
-        assert!(why("m").is_err_and(|why| why.starts_with("tokenizer.json is missing in ")));
-        assert!(why("absent").is_err_and(|why| why.starts_with("no folder absent in ")));
+        let read = |slug: &ModelSlug| read(dir.path(), folder(dir.path(), slug).as_deref(), slug);
+        let error = read(&ModelSlug::from("m")).expect_err("nothing to load");
+        assert!(error.to_string().starts_with("tokenizer.json is missing in "), "{error}");
+        let error = read(&ModelSlug::from("absent")).expect_err("nothing to load");
+        assert!(error.to_string().starts_with("no folder absent in "), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_not_opened() {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let pipe = dir.path().join("tokenizer.json");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        std::os::unix::fs::symlink("/dev/zero", dir.path().join("config.json")).expect("a link");
+        fs::create_dir(dir.path().join("chat_template.jinja")).expect("a folder");
+        for name in ["tokenizer.json", "config.json", "chat_template.jinja"] {
+            assert!(matches!(read_file(dir.path(), name), Err(Error::NotAFile { .. })), "{name}");
+        }
+        assert!(matches!(read_file(dir.path(), "absent"), Ok(None)));
     }
 }

@@ -25,7 +25,7 @@ pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::page;
 pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
-pub use tokenizers::{Staged, Tokenizers};
+pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;
 use crate::contract::attest::Attestor;

@@ -11,6 +11,10 @@ use crate::tokenize::{ModelSlug, Tokenizer};
 
 /// Models that a client may make us look for at a time: names come from outside.
 const WANTED_MAX: usize = 64;
+/// Models that are known to be unusable: more are forgotten, and looked for again when they are asked for.
+const UNUSABLE_MAX: usize = 256;
+/// Bytes of a name that is looked for: no file system has longer names.
+const NAME_MAX: usize = 255;
 
 /// What is known of one model's tokenizer.
 #[derive(Clone, Debug)]
@@ -21,11 +25,20 @@ pub enum Staged {
     Unusable(String),
 }
 
+/// A model to look for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Its folder's name.
+    pub slug: ModelSlug,
+    /// Whether only a client has named it: any word may be one, so that it is not there is no news.
+    pub by_client: bool,
+}
+
 /// The tokenizers in memory, and the models that requests asked for and nobody has looked for yet.
 #[derive(Debug, Default)]
 pub struct Tokenizers {
     staged: ArcSwap<HashMap<ModelSlug, Staged>>,
-    wanted: Mutex<Vec<ModelSlug>>,
+    wanted: Mutex<Vec<Wanted>>,
     asked: Notify,
 }
 
@@ -39,11 +52,17 @@ impl Tokenizers {
         match self.staged.load().get(&slug) {
             Some(Staged::Ready(tokenizer)) => Ok(Arc::clone(tokenizer)),
             Some(Staged::Unusable(_)) => Err("not_staged"),
+            None if slug.as_str().len() > NAME_MAX => Err("not_staged"),
             None => {
-                self.want(slug);
+                self.add(Wanted { slug, by_client: true });
                 Err("loading")
             }
         }
+    }
+
+    /// Whether something is known of a model.
+    pub fn knows(&self, slug: &ModelSlug) -> bool {
+        self.staged.load().contains_key(slug)
     }
 
     /// What is known of `model`, for a status; `None` before anybody looked.
@@ -51,17 +70,23 @@ impl Tokenizers {
         self.staged.load().get(&ModelSlug::from(model)).cloned()
     }
 
-    /// Asks the staging edge to look for a model.
+    /// Asks the staging edge to look for a model that a rule or an engine names.
     pub fn want(&self, slug: ModelSlug) {
+        self.add(Wanted { slug, by_client: false });
+    }
+
+    fn add(&self, new: Wanted) {
         let mut wanted = self.wanted.lock();
-        if wanted.len() < WANTED_MAX && !wanted.contains(&slug) {
-            wanted.push(slug);
+        if let Some(known) = wanted.iter_mut().find(|known| known.slug == new.slug) {
+            known.by_client &= new.by_client;
+        } else if wanted.len() < WANTED_MAX {
+            wanted.push(new);
             self.asked.notify_one();
         }
     }
 
     /// Waits until a model is wanted; takes all that are.
-    pub async fn next_wanted(&self) -> Vec<ModelSlug> {
+    pub async fn next_wanted(&self) -> Vec<Wanted> {
         loop {
             let asked = self.asked.notified();
             let wanted = std::mem::take(&mut *self.wanted.lock());
@@ -77,16 +102,44 @@ impl Tokenizers {
         self.staged.rcu(|before| {
             let mut next = HashMap::clone(before);
             next.insert(slug.clone(), staged.clone());
+            let unusable = |staged: &Staged| matches!(staged, Staged::Unusable(_));
+            if next.values().filter(|staged| unusable(staged)).count() > UNUSABLE_MAX {
+                next.retain(|known, staged| known == slug || !unusable(staged));
+            }
             next
         });
     }
+}
 
-    /// Forgets all models for which `keep` is false, so that they are looked for again.
-    pub fn retain(&self, keep: impl Fn(&ModelSlug, &Staged) -> bool) {
-        self.staged.rcu(|before| {
-            let mut next = HashMap::clone(before);
-            next.retain(|slug, staged| keep(slug, staged));
-            next
-        });
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn names_that_clients_make_up_are_forgotten_again() {
+        let tokenizers = Tokenizers::default();
+        for number in 0..10 * UNUSABLE_MAX {
+            let name = format!("made/up-{number}");
+            assert_eq!(tokenizers.find(&name).err(), Some("loading"));
+            for wanted in tokenizers.next_wanted().await {
+                tokenizers.put(&wanted.slug, &Staged::Unusable("no folder".to_owned()));
+            }
+            assert_eq!(tokenizers.find(&name).err(), Some("not_staged"));
+            assert!(tokenizers.staged.load().len() <= UNUSABLE_MAX);
+        }
+        assert_eq!(tokenizers.find(&"x".repeat(NAME_MAX + 1)).err(), Some("not_staged"), "not even looked for");
+        assert!(tokenizers.wanted.lock().is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_is_wanted_at_a_time_is_bounded_and_a_rules_word_counts_more_than_a_clients() {
+        let tokenizers = Tokenizers::default();
+        assert!(tokenizers.find("m").is_err());
+        tokenizers.want(ModelSlug::from("m"));
+        assert!(tokenizers.find("m").is_err());
+        (0..1000).for_each(|number| tokenizers.want(ModelSlug::new(&number.to_string())));
+        let wanted = tokenizers.next_wanted().await;
+        assert_eq!(wanted[0], Wanted { slug: ModelSlug::from("m"), by_client: false });
+        assert_eq!(wanted.len(), WANTED_MAX);
     }
 }

@@ -41,6 +41,7 @@ fn padded(bytes: usize) -> String {
 }
 
 /// Bodies of every kind of oddness.
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn cases() -> Vec<Case> {
     let deep = |n: usize| format!("{}{}", "[".repeat(n), "]".repeat(n));
     let mut cases = vec![

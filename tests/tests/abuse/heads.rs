@@ -48,6 +48,7 @@ fn chunks(size: usize, extension: &str, trailers: &str) -> String {
     format!("{}0{extension}\r\n{trailers}\r\n", pieces.collect::<String>())
 }
 
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn cases() -> Vec<(&'static str, Vec<u8>, Fate)> {
     let whole = length(BODY);
     vec![

@@ -7,7 +7,11 @@
 
 mod bodies;
 mod events;
+mod files;
+mod floods;
 mod heads;
+mod outages;
+mod parsers;
 mod publisher;
 mod rules;
 mod stage;

@@ -186,12 +186,11 @@ pub(crate) fn message(frames: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::new();
     for (number, frame) in frames.iter().enumerate() {
         let more = u8::from(number + 1 < frames.len());
-        match u8::try_from(frame.len()) {
-            Ok(length) => out.extend([more, length]),
-            Err(_) => {
-                out.push(more | 2);
-                out.extend((frame.len() as u64).to_be_bytes());
-            }
+        if let Ok(length) = u8::try_from(frame.len()) {
+            out.extend([more, length]);
+        } else {
+            out.push(more | 2);
+            out.extend((frame.len() as u64).to_be_bytes());
         }
         out.extend(frame);
     }

@@ -44,7 +44,7 @@ async fn assert_refused(kvlb: &Kvlb, name: &str, answer: &Answer, expected: (u16
     assert_eq!((&body["code"], &body["result"]), (&json!(status), &json!("Error")), "{name}");
     let message = body["message"].as_str().unwrap();
     assert!(!message.is_empty() && message.len() < 2000, "{name}: {} bytes: {message:.300}", message.len());
-    assert!(!message.chars().any(|letter| letter.is_control()), "{name}: {message:?}");
+    assert!(!message.chars().any(char::is_control), "{name}: {message:?}");
     assert_eq!(&rules(kvlb).await, before, "{name}: nothing is half applied");
 }
 
@@ -189,7 +189,7 @@ async fn bad_requests_to_the_api_get_its_own_errors() {
     let before = rules(&kvlb).await;
     let deep = "[".repeat(100_000);
     let twice = good.replacen("\"port\"", "\"port\": 1, \"port\"", 1);
-    let bodies: Vec<(&str, &str, Vec<u8>, (u16, &str))> = vec![
+    let bodies: [(_, _, Vec<u8>, _); 15] = [
         ("no body", JSON, Vec::new(), (400, "not_json")),
         ("half a body", JSON, good.as_bytes()[..40].to_vec(), (400, "not_json")),
         ("two bodies", JSON, [good.as_bytes(), good.as_bytes()].concat(), (400, "not_json")),
@@ -334,9 +334,9 @@ async fn the_command_line_refuses_nonsense_with_its_exit_code() {
             .env("KVLB_APIPORT", api.port().to_string())
             .output()
             .unwrap();
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{args:?}: {told}");
-        assert!(!told.trim().is_empty() && !told.contains("panicked"), "{args:?}: {told}");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {message}");
+        assert!(!message.trim().is_empty() && !message.contains("panicked"), "{args:?}: {message}");
     }
     assert_eq!(rules(&kvlb).await, json!([]));
     kvlb.stop().await.unwrap();
@@ -362,8 +362,8 @@ async fn rules_that_come_and_go_all_the_time_leave_nothing_and_disturb_no_traffi
     let grown = stage.memory().saturating_sub(memory);
     assert!(grown < 24 << 20, "{grown} bytes more after 100 rules");
     let page = stage.kvlb.ask("GET", "/metrics", None).await.unwrap().body.text();
-    let stale: Vec<_> =
+    let outdated: Vec<_> =
         page.lines().filter(|line| line.contains("service=\"") && !line.contains("service=\"1\"")).collect();
-    assert_eq!(stale, Vec::<&str>::new(), "series go when their rule goes");
+    assert_eq!(outdated, Vec::<&str>::new(), "series go when their rule goes");
     stage.close().await;
 }

@@ -18,10 +18,6 @@ use crate::fleet::{Rule, RuleId};
 struct Fixed;
 
 impl Live for Fixed {
-    fn notes(&self, _: RuleId) -> Vec<String> {
-        Vec::new()
-    }
-
     fn endpoint(&self, rule: RuleId, position: usize) -> Option<EndpointView> {
         let kv = (position == 0).then(|| KvView {
             contract: "mismatch".to_owned(),
@@ -46,6 +42,10 @@ impl Live for Fixed {
             candidates: vec![CandidateView { ep_idx: 1, depth: 2, count: 2, load: 0, eligible: true }],
             ..Explanation::default()
         })
+    }
+
+    fn notes(&self, rule: RuleId) -> Vec<String> {
+        if rule.0 == 2 { vec!["stage a tokenizer".to_owned()] } else { Vec::new() }
     }
 
     fn metrics(&self) -> String {
@@ -166,6 +166,7 @@ async fn rules_are_found_by_every_form_of_their_address() {
     let server = Server::ready(None).await;
     server.create(json!({"externalIP": "2001:db8::1", "name": "six"})).await;
     server.create(json!({"model_name": "a/b", "name": "m"})).await;
+    assert_eq!(server.get("/config/loadbalancer/id/2").await.1["lbAttr"][0]["notes"], json!(["stage a tokenizer"]));
     server.create(json!({"host": "h.example", "portMax": 8090, "port": 8081})).await;
     let lb = "/config/loadbalancer";
     for (path, id) in [

@@ -258,6 +258,8 @@ impl AnswerBody {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn parse(bytes: &[u8], to_head: bool) -> Result<Option<AnswerHead>, AnswerError> {
@@ -348,5 +350,25 @@ mod tests {
         let mut piece = b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n".to_vec();
         assert_eq!(body.take(&mut piece), Ok(Progress { pass: 5, excess: false, done: true }));
         assert_eq!(&piece[..5], b"abcde");
+    }
+    proptest! {
+        #[test]
+        fn no_bytes_make_it_panic(
+            status in "HTTP/1\\.[01] [0-9]{1,4}[ -~]{0,9}",
+            rest in prop::collection::vec(any::<u8>(), 0..200),
+            cut in any::<prop::sample::Index>(),
+            to_head: bool,
+        ) {
+            let whole = [status.as_bytes(), b"\r\n", &rest, b"\r\n\r\n"].concat();
+            let mut scan = HeadScan::default();
+            for bytes in [&whole[..cut.index(whole.len() + 1)], &whole] {
+                match scan.answer(bytes, to_head) {
+                    Ok(Some(head)) => prop_assert!(head.length <= bytes.len()),
+                    Ok(None) => continue,
+                    Err(_refused) => {}
+                }
+                break;
+            }
+        }
     }
 }

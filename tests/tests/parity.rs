@@ -87,9 +87,11 @@ fn extra_key(item: &Value, case: &Value, era: KeyEra) -> ExtraKey {
     }
     let owned = |value: &Value| value.as_str().unwrap().to_owned();
     let Some(parts) = item.as_array() else {
-        return match case["lora"][0] == *item {
-            true => ExtraKey::Lora { name: owned(item), path: None },
-            false => ExtraKey::CacheSalt(owned(item)),
+        let is_adapter = case["lora"][0] == *item;
+        return if is_adapter {
+            ExtraKey::Lora { name: owned(item), path: None }
+        } else {
+            ExtraKey::CacheSalt(owned(item))
         };
     };
     match (era, parts[0].as_str().unwrap()) {

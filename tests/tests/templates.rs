@@ -2,7 +2,6 @@
 //!
 //! The cases are in `golden/jinja/`. A case that Jinja2 refuses is refused by the engine, so any answer will do there.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -13,22 +12,24 @@ use kvlb::tokenize::{EngineOptions, Files, Limits, Tokenizer};
 use serde_json::Value;
 
 #[test]
-fn no_template_renders_to_another_text_than_jinja2_s() {
-    let (mut exact, mut missed, mut wrong) = (0, BTreeSet::new(), Vec::new());
-    for case in cases().unwrap() {
+fn no_template_renders_to_another_text_than_jinja2_s() -> Result<()> {
+    let (mut exact, mut missed, mut wrong) = (0, 0, Vec::new());
+    for case in cases()? {
         let Some(expected) = case["text"].as_str() else {
             let _refused_there = render(&case);
             continue;
         };
-        match render(&case).unwrap() {
+        match render(&case)? {
             Some(text) if text == expected => exact += 1,
             Some(text) => wrong
                 .push(format!("{}  with {}: {text:?} instead of {expected:?}", case["template"], case["variables"])),
-            None => _ = missed.insert(case["template"].to_string()),
+            None => missed += 1,
         }
     }
     assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong.join("\n"));
-    println!("{exact} exact, missed: {missed:#?}");
+    // What is missed is what no chat template needs: lists printed as Python prints them, rare filters, odd arguments.
+    assert_eq!((exact, missed), (9671, 2364), "exact and missed");
+    Ok(())
 }
 
 /// The text, or nothing where the template cannot be rendered exactly.

@@ -25,12 +25,15 @@ impl<K: Ord, V: PartialEq> Crew<K, V> {
     ) {
         let mut before = std::mem::take(&mut self.tasks);
         for (key, value) in wanted {
-            let kept = before.remove(&key).filter(|(old, task)| *old == value && !task.is_finished());
-            let entry = kept.unwrap_or_else(|| {
-                let task = start(&key, &value).abort_handle();
-                (value, task)
-            });
-            if let Some((_, doubled)) = self.tasks.insert(key, entry) {
+            let (kept, outdated) = match before.remove(&key) {
+                Some((old, task)) if old == value && !task.is_finished() => (Some(task), None),
+                other => (None, other),
+            };
+            if let Some((_, task)) = outdated {
+                task.abort();
+            }
+            let task = kept.unwrap_or_else(|| start(&key, &value).abort_handle());
+            if let Some((_, doubled)) = self.tasks.insert(key, (value, task)) {
                 doubled.abort();
             }
         }

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use prometheus::Histogram;
 
 use crate::clock;
-use crate::fleet::{ExactMode, Limits, Rule};
+use crate::fleet::{EndpointKey, ExactMode, Limits, Rule};
 use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen,
 };
-use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Step, Tier};
-use crate::state::{InFlight, Service, State, Unserved};
+use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Step, Tier, View};
+use crate::state::{InFlight, Onlooker, Service, State, Unserved};
 use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: the reference tokenizer takes a millisecond for 4 KiB.
@@ -81,6 +81,7 @@ impl Desk {
             client: request.arrival.client.ip(),
             weight: weight.max(1),
             decision: None,
+            earlier: Vec::new(),
             counts: asks,
             began: clock::now(),
             choose: self.steps[Step::Choose as usize].clone(),
@@ -116,9 +117,10 @@ fn name_blocks(
     }
     let found = own.or(asked).map_or(Err("not_staged"), |model| state.tokenizers.find(model));
     let tokenizer: Result<&Tokenizer, &'static str> = found.as_deref().map_err(|why| *why);
+    let max_model_len = service.max_model_len();
     let limits = tokenize::Limits {
-        max_tokens: state.config().max_tokens,
-        max_model_len: None,
+        max_tokens: max_model_len.unwrap_or(usize::MAX).min(state.config().max_tokens).max(1),
+        max_model_len,
         // Engines run in containers, and those in UTC.
         now: Some(tokenize::WallTime::from_seconds(clock::unix_seconds())),
     };
@@ -192,13 +194,17 @@ impl Backplane for Desk {
     }
 
     fn models(&self, request: &Request) -> Vec<Errand> {
-        let table = self.state.table();
-        let services: Vec<_> = table.at(request.arrival.vip).cloned().collect();
+        let head = &request.head;
+        if head.fields().text("x-model").is_some() {
+            return Vec::new();
+        }
+        let lookup = Lookup { host: head.host(), path: head.path(), model: None };
+        let services = self.state.table().meant(request.arrival.vip, &lookup);
         if services.len() < 2 {
             return Vec::new();
         }
-        let nothing = || Err(Miss::new(Reason::TextEmpty));
-        services.into_iter().map(|service| self.call(request, service, nothing(), 1)).collect()
+        let unnamed = || Err(Miss::new(Reason::TextEmpty));
+        services.into_iter().map(|service| self.call(request, service, unnamed(), 1)).collect()
     }
 }
 
@@ -210,8 +216,10 @@ pub(super) struct Errand {
     named: Result<Named, Miss>,
     client: IpAddr,
     weight: u32,
-    /// The last choice, until it has been counted.
+    /// The last choice, until one has been counted.
     decision: Option<Decision>,
+    /// Those before it, of endpoints that were tried.
+    earlier: Vec<Decision>,
     /// Whether the request is one that the KV tier is for.
     counts: bool,
     began: Instant,
@@ -235,13 +243,13 @@ impl Call for Errand {
         if tried.is_empty() {
             self.service.retries.request(start);
         }
-        let decision = router::route(&self.service.ready, &self.named, &*self.service, Some(self.client), tried);
+        // Another try takes no turn of its own: else a dead endpoint would get the turn after each failure again.
+        let onlooker = Onlooker(&self.service);
+        let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
+        let decision = router::route(&self.service.ready, &self.named, view, Some(self.client), tried);
         self.choose.observe(clock::now().saturating_duration_since(start).as_secs_f64());
         let target = decision.endpoint.and_then(|position| self.target(position, &decision));
-        self.decision = Some(decision);
-        if target.is_none() {
-            self.settle();
-        }
+        self.earlier.extend(self.decision.replace(decision));
         target
     }
 
@@ -255,7 +263,13 @@ impl Call for Errand {
                 let endpoint = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
                 tracing::debug!(endpoint, cause = failure.label(), "endpoint did not take the connection");
             }
-            Event::Answered { status, waited, .. } => {
+            Event::Answered { position, status, waited } => {
+                // An endpoint that was too busy answers after all when nobody else does.
+                if let Some(of_endpoint) = self.earlier.iter().rposition(|choice| choice.endpoint == Some(position))
+                    && self.decision.as_ref().is_none_or(|decision| decision.endpoint != Some(position))
+                {
+                    self.decision = Some(self.earlier.swap_remove(of_endpoint));
+                }
                 let tier = self.decision.as_ref().map_or(Tier::Selector, |decision| decision.tier);
                 self.state.metrics.first_byte_seconds.with_label_values(&[tier.label()]).observe(waited.as_secs_f64());
                 self.count_class(status);
@@ -279,7 +293,7 @@ impl Call for Errand {
                 self.settle();
             }
             Event::Died { .. } | Event::BrokeOff { .. } | Event::TimedOut { .. } | Event::ClientLeft(_) => {
-                self.settle()
+                self.settle();
             }
         }
     }
@@ -290,7 +304,7 @@ impl Errand {
         let endpoint = self.service.endpoints.get(position)?;
         let guard = endpoint.meters.enter(self.weight, self.service.next_choice());
         let fields =
-            if self.service.rule().decision_headers { explain(endpoint_name(endpoint), decision) } else { Vec::new() };
+            if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
         Some(Target { position, addresses: Addresses(endpoint.addresses()), fields, guard })
     }
 
@@ -327,10 +341,9 @@ impl Errand {
         }
         if decision.depth > 0
             && let Some(kv) = self.service.endpoints.get(position).and_then(|endpoint| endpoint.kv.as_ref())
+            && kv.proved_by_request().is_some()
         {
-            if kv.proved_by_request().is_some() {
-                tracing::info!(service = self.service.rule().id.0, position, "contract proved by a request");
-            }
+            tracing::info!(service = self.service.rule().id.0, position, "contract proved by a request");
         }
     }
 }
@@ -427,12 +440,8 @@ fn shortened(name: &str) -> Cow<'_, str> {
     }
 }
 
-fn endpoint_name(endpoint: &crate::state::Endpoint) -> String {
-    endpoint.spec.key.to_string()
-}
-
 /// The `x-kvlb-*` fields that explain a choice to the client.
-fn explain(endpoint: String, decision: &Decision) -> Vec<u8> {
+fn explain(endpoint: &EndpointKey, decision: &Decision) -> Vec<u8> {
     let blocks: usize = decision.prompts.iter().map(|prompt| prompt.blocks).sum();
     let mut fields = format!(
         "x-kvlb-endpoint: {endpoint}\r\nx-kvlb-tier: {}\r\nx-kvlb-depth: {}\r\nx-kvlb-blocks: {blocks}\r\n",

@@ -122,8 +122,9 @@ pub(super) async fn keep_bound(proxy: Arc<Proxy>, state: Arc<State>) {
     let mut rules = state.watch_rules();
     let mut vips = OwnVips::default();
     loop {
-        rules.mark_unchanged();
+        let version = *rules.borrow_and_update();
         vips.sync(&state.table(), &proxy, &state);
+        state.datapath_serves(Some(version));
         let again = tokio::time::Duration::from_secs(2);
         if let Ok(Err(_closed)) = tokio::time::timeout(again, rules.changed()).await {
             return;

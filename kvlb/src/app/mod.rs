@@ -8,6 +8,7 @@ mod meter;
 mod steer;
 mod watch;
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,6 +38,10 @@ use meter::ProxyMeter;
 const CONTROL_THREADS: usize = 2;
 /// Time that the control side gets to end once the data side has.
 const CONTROL_STOP: Duration = Duration::from_secs(2);
+
+/// A change of the rules is answered when its VIPs take connections, or after this: writing a thousand VIPs to the kernel
+/// takes milliseconds.
+const IN_FORCE: Duration = Duration::from_secs(2);
 
 /// Runs the daemon until it is told to stop.
 pub fn up(config: Config) -> ExitCode {
@@ -143,6 +148,7 @@ impl Parts {
             _ = int.recv() => tracing::info!("SIGINT: draining"),
         }
         tasks.shutdown().await;
+        state.datapath_serves(None);
         drain(proxy, kernel, config.drain_timeout, (&mut term, &mut int)).await;
         drop(stop_api);
         if tokio::time::timeout(CONTROL_STOP, api).await.is_err() {
@@ -183,6 +189,7 @@ fn state_config(config: &Config) -> state::Config {
         spill_relief: config.kv.relief.forced(),
         min_match_tokens: config.kv.min_match_tokens,
         max_blocks: config.kv.max_blocks,
+        index_seed: RandomState::new().hash_one(std::process::id()),
         ..state::Config::default()
     }
 }
@@ -191,7 +198,12 @@ fn state_config(config: &Config) -> state::Config {
 fn open_store(config: &Config, state: &Arc<State>) -> Result<Arc<Store>> {
     let publish = {
         let state = Arc::clone(state);
-        move |rules: Vec<_>| state.publish(&rules)
+        move |rules: Vec<_>| {
+            state.publish(&rules);
+            if !state.wait_for_datapath(IN_FORCE) {
+                tracing::warn!("the datapath is late with a change of the rules");
+            }
+        }
     };
     let store = Store::open(config.state_dir.as_deref(), publish).context("load the rules")?;
     if !store.trouble().is_empty() {
@@ -227,8 +239,8 @@ fn start_proxy(config: &Config, state: &Arc<State>) -> Result<Proxy> {
         ..proxy::Config::default()
     };
     let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug));
-    let meter = Arc::new(ProxyMeter::new(Arc::clone(&state.metrics)));
-    Proxy::start(settings, desk, meter).context("start the data threads")
+    let meter: Arc<dyn proxy::Meter> = Arc::new(ProxyMeter::new(Arc::clone(&state.metrics)));
+    Proxy::start(settings, &desk, &meter).context("start the data threads")
 }
 
 /// Says what was started: on the terminal for people, in the log for machines, and as a metric.

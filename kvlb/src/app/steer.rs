@@ -23,9 +23,10 @@ pub(super) async fn keep_steering(kernel: Arc<Mutex<Kernel>>, state: Arc<State>,
     let (mut rules, mut conditions) = (state.watch_rules(), state.watch_conditions());
     let mut leaving = Leaving::default();
     loop {
-        rules.mark_unchanged();
+        let version = *rules.borrow_and_update();
         conditions.mark_unchanged();
         sync(&kernel, &state, &mut leaving, linger);
+        state.datapath_serves(Some(version));
         let changed = async {
             tokio::select! {
                 changed = rules.changed() => changed,

@@ -6,7 +6,9 @@ use ciborium::Value;
 use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{BlockExtra, BlockHash, BlockSize, Digest, Extra, ExtraKey, HashAlgo, KeyEra, NoneSeed, TokenId, pickle};
+use super::{
+    BlockExtra, BlockHash, BlockSize, Digest, Extra, ExtraKey, HashAlgo, KeyEra, NoneSeed, TokenId, cbor, pickle,
+};
 
 /// The text that vLLM 0.29 and later hash into `NONE_HASH` when `PYTHONHASHSEED` is not set, for the sha256 variants.
 ///
@@ -84,38 +86,27 @@ impl EngineAlgo {
         extra: BlockExtra<'_>,
         era: KeyEra,
     ) -> Result<Digest, HashError> {
-        let mut input = Vec::new();
-        self.write_block(&mut input, parent, tokens, extra.value(era)?.as_ref());
-        Ok(self.digest(&input))
+        let (parent, extra) = (parent.as_bytes(), extra.value(era)?);
+        Ok(match self {
+            Self::Sha256Cbor | Self::XxhashCbor => {
+                let mut block = cbor::Block::new(parent.len(), tokens.len());
+                self.digest(block.write(parent, tokens, extra.as_ref()))
+            }
+            Self::Sha256 | Self::Xxhash => {
+                let mut input = Vec::new();
+                pickle::block(&mut input, parent, tokens.iter().map(|&token| token.into()), extra.as_ref());
+                self.digest(&input)
+            }
+        })
     }
 
     fn text_digest(self, text: &str) -> Digest {
         let mut input = Vec::new();
         match self {
-            Self::Sha256Cbor | Self::XxhashCbor => write_cbor(&mut input, &Value::Text(text.to_owned())),
+            Self::Sha256Cbor | Self::XxhashCbor => cbor::value(&mut input, &Value::Text(text.to_owned())),
             Self::Sha256 | Self::Xxhash => pickle::text(&mut input, text),
         }
         self.digest(&input)
-    }
-
-    /// Replaces `input` by the block's hash input.
-    fn write_block<T: Copy + Into<u64>>(
-        self,
-        input: &mut Vec<u8>,
-        parent: &Digest,
-        tokens: &[T],
-        extra: Option<&Value>,
-    ) {
-        match self {
-            Self::Sha256Cbor | Self::XxhashCbor => {
-                input.clear();
-                write_cbor_block(input, parent.as_bytes(), tokens, extra);
-            }
-            Self::Sha256 | Self::Xxhash => {
-                let tokens = tokens.iter().map(|&token| token.into());
-                pickle::block(input, parent.as_bytes(), tokens, extra);
-            }
-        }
     }
 
     fn digest(self, input: &[u8]) -> Digest {
@@ -252,76 +243,13 @@ impl Hasher {
         let algo = EngineAlgo::from(self.algo);
         let mut extra = BlockExtra { keys: first, lookahead: &[] }.value(era)?;
         let mut parent = self.none_hash;
-        let mut input = Vec::new();
-        for block in tokens.chunks_exact(self.block_size.tokens()) {
-            algo.write_block(&mut input, &parent, block, extra.take().as_ref());
-            parent = algo.digest(&input);
-            named(&parent, &input);
+        let mut block = cbor::Block::new(parent.as_bytes().len(), self.block_size.tokens());
+        for tokens in tokens.chunks_exact(self.block_size.tokens()) {
+            let input = block.write(parent.as_bytes(), tokens, extra.take().as_ref());
+            parent = algo.digest(input);
+            named(&parent, input);
         }
         Ok(())
-    }
-}
-
-// CBOR major types, in the top three bits of an item's first byte. Source: RFC 8949, section 3.
-const UNSIGNED: u8 = 0;
-const BYTES: u8 = 2;
-const ARRAY: u8 = 4;
-const NULL: u8 = 0xf6;
-/// The longest head of an item: one byte and a 64-bit number.
-const HEAD_MAX: usize = 9;
-
-/// Writes `[parent, [token, …], extra or null]`, every head in its shortest form.
-fn write_cbor_block<T: Copy + Into<u64>>(out: &mut Vec<u8>, parent: &[u8], tokens: &[T], extra: Option<&Value>) {
-    head(out, ARRAY, 3);
-    head(out, BYTES, parent.len() as u64);
-    out.extend_from_slice(parent);
-    head(out, ARRAY, tokens.len() as u64);
-    let mut end = out.len();
-    // Sized once and cut afterwards: growing by a few bytes per token would cost as much as the hash.
-    out.resize(end + HEAD_MAX * tokens.len(), 0);
-    for &token in tokens {
-        end = put_head(out, end, UNSIGNED, token.into());
-    }
-    out.truncate(end);
-    match extra {
-        Some(value) => write_cbor(out, value),
-        None => out.push(NULL),
-    }
-}
-
-fn head(out: &mut Vec<u8>, major: u8, number: u64) {
-    let start = out.len();
-    out.resize(start + HEAD_MAX, 0);
-    let end = put_head(out, start, major, number);
-    out.truncate(end);
-}
-
-/// Writes an item's head at `at`, where [`HEAD_MAX`] bytes are free, and says where it ends.
-#[inline]
-fn put_head(out: &mut [u8], at: usize, major: u8, number: u64) -> usize {
-    let bytes = number.to_be_bytes();
-    let (info, from) = match number {
-        0..=23 => {
-            out[at] = major << 5 | bytes[7];
-            return at + 1;
-        }
-        24..=0xff => (24, 7),
-        0x100..=0xffff => (25, 6),
-        0x1_0000..=0xffff_ffff => (26, 4),
-        _ => (27, 0),
-    };
-    out[at] = major << 5 | info;
-    let digits = &bytes[from..];
-    out[at + 1..at + 1 + digits.len()].copy_from_slice(digits);
-    at + 1 + digits.len()
-}
-
-/// Writes any value; ciborium writes the shortest heads and definite lengths, which is canonical without maps.
-fn write_cbor(out: &mut Vec<u8>, value: &Value) {
-    // Writing into memory cannot fail, and no value here is a tag or a map.
-    debug_assert!(!matches!(value, Value::Map(_) | Value::Tag(..)), "extra keys hold neither maps nor tags");
-    if ciborium::into_writer(value, &mut *out).is_err() {
-        debug_assert!(false, "writing CBOR into memory failed");
     }
 }
 
@@ -405,17 +333,6 @@ mod tests {
             let whole = names(&[head.clone(), tail].concat());
             let part = names(&head);
             prop_assert_eq!(&whole[..part.len()], &part[..]);
-        }
-
-        #[test]
-        fn our_own_cbor_writer_agrees_with_ciborium(parent: [u8; 32], tokens in prop::collection::vec(any::<u64>(), 0..40)) {
-            let mut ours = Vec::new();
-            write_cbor_block(&mut ours, &parent, &tokens, None);
-            let mut theirs = Vec::new();
-            let ids = tokens.iter().map(|&token| Value::Integer(token.into())).collect();
-            let block = Value::Array(vec![Value::Bytes(parent.to_vec()), Value::Array(ids), Value::Null]);
-            ciborium::into_writer(&block, &mut theirs).unwrap();
-            prop_assert_eq!(ours, theirs);
         }
     }
 }

@@ -5,6 +5,7 @@
 //! names against our own ([`attest`]). Never touches sockets, files, the clock or the environment.
 
 pub mod attest;
+mod cbor;
 mod chain;
 pub mod events;
 mod extra;

@@ -60,6 +60,7 @@ pub struct RuleKey {
 
 /// What the operator wrote, checked.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own in the operator's body")]
 pub struct Rule {
     /// The rule's number.
     pub id: RuleId,
@@ -119,9 +120,9 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connect: Duration::from_millis(500),
-            request_body: Duration::from_secs(60),
+            request_body: Duration::from_mins(1),
             first_byte: None,
-            idle: Some(Duration::from_secs(600)),
+            idle: Some(Duration::from_mins(10)),
             total: None,
         }
     }

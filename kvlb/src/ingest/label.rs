@@ -21,6 +21,14 @@ pub(crate) struct Scrape {
     pub(crate) process_start: Option<u64>,
 }
 
+/// A client for scrapes: no proxy, no redirects, and no connection kept, since engines close them sooner than the next.
+///
+/// # Errors
+/// As the client says.
+pub(crate) fn client() -> Result<reqwest::Client, reqwest::Error> {
+    reqwest::Client::builder().no_proxy().redirect(reqwest::redirect::Policy::none()).pool_max_idle_per_host(0).build()
+}
+
 /// Reads `http://authority/metrics`.
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! One subscription per endpoint over ZeroMQ; reconnects for ever; applies events to `state`.
 //!
 //! [`follow`] is one endpoint's whole life: it dials, drains the event socket in a task that does nothing else, asks for
-//! replays, reads the engine's `/metrics`, and applies what [`stream`] puts in order. Nothing an engine sends ends it.
+//! replays, reads the engine's `/metrics`, and applies what `stream` puts in order. Nothing an engine sends ends it.
 
 mod guard;
 mod label;
@@ -13,7 +13,7 @@ use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use tokio::net::TcpStream;
 use tokio::runtime::{Handle, RuntimeFlavor};
@@ -33,8 +33,8 @@ use stream::{Action, Message, Stream, Why};
 
 /// The first pause between attempts to connect; it doubles.
 const DIAL_PAUSE_MIN: Duration = Duration::from_millis(200);
-/// The longest pause: an engine that is back is heard again within two seconds.
-const DIAL_PAUSE_MAX: Duration = Duration::from_secs(2);
+/// The longest pause: within a second of an engine's return it is heard and its replay applied.
+const DIAL_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// A connection that lasted this long was a good one, after which dialling starts afresh.
 const GOOD_CONNECTION: Duration = Duration::from_secs(2);
 /// Messages between the socket and the apply side: some seconds of a busy engine.
@@ -47,6 +47,9 @@ const LONG_BATCH: usize = 256 << 10;
 const REPLAY_QUEUE: usize = 64;
 /// How often an engine's `/metrics` is read.
 const SCRAPE_INTERVAL: Duration = Duration::from_secs(30);
+/// How soon it is tried again: an engine publishes events before its HTTP server is up, and the first event must be explained
+/// within five seconds.
+const SCRAPE_AGAIN: Duration = Duration::from_secs(1);
 /// How long the last messages of a connection that has ended may take to come out of the socket.
 const LEFTOVERS: Duration = Duration::from_millis(50);
 
@@ -97,6 +100,12 @@ pub async fn follow(subscription: Subscription, kv: Arc<EndpointKv>, mut stop: w
     kv.set_connected(false);
 }
 
+/// How long ago a batch was made, by the engine's clock and ours; zero where the two disagree about the order.
+fn lag(made: f64) -> Duration {
+    let now = clock::wall().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    Duration::try_from_secs_f64(now.as_secs_f64() - made).unwrap_or_default()
+}
+
 /// A task that ends with its owner.
 struct Task(JoinHandle<()>);
 
@@ -121,8 +130,10 @@ struct Follower {
     replay: Option<(Task, mpsc::Receiver<Replay>)>,
     /// Whether the endpoint refused a connection since the last was made.
     refused: bool,
-    /// When the engine's process started, as far as it said so.
+    /// When the process started whose blocks are known, as far as it said so.
     process_start: Option<u64>,
+    /// When the process started that answered last, on this connection.
+    answered_start: Option<u64>,
     connections: watch::Sender<u64>,
     scrapes: mpsc::Receiver<(u64, Scrape)>,
     _metrics_reader: Option<Task>,
@@ -134,7 +145,7 @@ impl Follower {
         let (connections, connection) = watch::channel(0);
         let (to, scrapes) = mpsc::channel(1);
         let reader = subscription.http.clone().map(|authority| Task::spawn(scrape(authority, connection, to)));
-        let stream = Stream::new(replay_port.is_some(), clock::now());
+        let stream = Stream::new(replay_port.is_some(), reader.is_some(), clock::now());
         Self {
             subscription,
             kv,
@@ -143,6 +154,7 @@ impl Follower {
             replay: None,
             refused: false,
             process_start: None,
+            answered_start: None,
             connections,
             scrapes,
             _metrics_reader: reader,
@@ -155,10 +167,11 @@ impl Follower {
         loop {
             let engine = self.dial(&mut pause).await;
             let start = clock::now();
-            if let Err(error) = self.converse(engine).await {
-                count(&self.kv.counters.recv_errors);
-                tracing::info!(endpoint = %self.subscription.label, %error, "event connection ended");
-            }
+            let end = self.converse(engine).await;
+            // The document's meaning: whatever makes the socket be rebuilt, the engine's own close as well.
+            count(&self.kv.counters.recv_errors);
+            let cause = end.err().map_or_else(|| "closed by the engine".to_owned(), |error| error.to_string());
+            tracing::info!(endpoint = %self.subscription.label, cause, "event connection ended");
             self.kv.set_connected(false);
             self.stream.disconnected();
             self.replay = None;
@@ -218,6 +231,7 @@ impl Follower {
             count(&self.kv.counters.reconnects);
         }
         tracing::info!(endpoint = %self.subscription.label, "event socket connected");
+        self.answered_start = None;
         self.kv.set_connected(true);
         let refused = std::mem::take(&mut self.refused);
         self.with_stream(|stream, now, out| stream.connected(refused, now, out));
@@ -270,11 +284,12 @@ impl Follower {
     fn scraped(&mut self, connection: u64, scrape: Scrape) {
         let changed = self.kv.set_label(scrape.label);
         self.report(changed);
-        let Some(start) = scrape.process_start else { return };
-        let other_process = self.process_start.replace(start).is_some_and(|before| before != start);
-        if connection == *self.connections.borrow() {
-            self.with_stream(|stream, now, out| stream.identified(other_process, now, out));
-        }
+        let Some(start) = scrape.process_start.filter(|_| connection == *self.connections.borrow()) else { return };
+        self.answered_start = Some(start);
+        // What is known stays with the process that it was heard of until that life is over: the web server of the next
+        // one may well answer while the events of this one are still waited for.
+        let other_process = *self.process_start.get_or_insert(start) != start;
+        self.with_stream(|stream, now, out| stream.identified(other_process, now, out));
     }
 
     /// Tells the stream something and does what it answers.
@@ -293,7 +308,11 @@ impl Follower {
     }
 
     fn apply(&self, message: &Message, now: Instant) {
-        let apply = || events::decode(&message.batch).map(|batch| self.kv.apply(message.seq, &batch, now));
+        let apply = || {
+            let batch = events::decode(&message.batch)?;
+            self.kv.set_lag(lag(batch.ts));
+            Ok::<_, events::DecodeError>(self.kv.apply(message.seq, &batch, now))
+        };
         match with_room_for_others(message.batch.len(), apply) {
             Ok(changed) => self.report(changed),
             Err(error) => {
@@ -303,9 +322,12 @@ impl Follower {
         }
     }
 
-    fn clear(&self, why: Why) {
+    fn clear(&mut self, why: Why) {
         match why {
-            Why::NewLife => tracing::info!(endpoint = %self.subscription.label, "engine restarted, inventory cleared"),
+            Why::NewLife => {
+                self.process_start = self.answered_start;
+                tracing::info!(endpoint = %self.subscription.label, "engine restarted, inventory cleared");
+            }
             Why::Gap => tracing::warn!(endpoint = %self.subscription.label, "event gap too wide, inventory cleared"),
         }
         self.report(self.kv.clear(why == Why::NewLife));
@@ -403,11 +425,15 @@ async fn drain(
     outcome.unwrap_or(Ok(())).map_err(ZmqError::from)
 }
 
-/// Reads the engine's `/metrics` at once after each connection, and now and then.
+/// Reads the engine's `/metrics` at once after each connection, soon again where that fails, and now and then.
 async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mpsc::Sender<(u64, Scrape)>) {
-    let client = reqwest::Client::new();
+    let client = match label::client() {
+        Ok(client) => client,
+        Err(error) => return tracing::warn!(%authority, %error, "engine metrics cannot be read"),
+    };
     loop {
         let number = *connection.borrow_and_update();
+        let mut next = SCRAPE_INTERVAL;
         if number > 0 {
             match label::scrape(&client, &authority).await {
                 Ok(scrape) => {
@@ -415,12 +441,15 @@ async fn scrape(authority: String, mut connection: watch::Receiver<u64>, to: mps
                         return;
                     }
                 }
-                Err(error) => tracing::debug!(%authority, %error, "engine metrics not read"),
+                Err(error) => {
+                    tracing::debug!(%authority, %error, "engine metrics not read");
+                    next = SCRAPE_AGAIN;
+                }
             }
         }
         tokio::select! {
             changed = connection.changed() => if changed.is_err() { return },
-            () = sleep(SCRAPE_INTERVAL), if number > 0 => {}
+            () = sleep(next), if number > 0 => {}
         }
     }
 }

@@ -6,9 +6,6 @@ use super::Queue;
 use crate::contract::BlockHash;
 use crate::contract::events::{Attention, Medium, Removed, Stored};
 
-/// Copies of one block that are told apart. An engine has rarely two; a cap keeps a hostile one from counting for ever,
-/// and engines that announce hits again (`kv_cache_report_mode: full`) from counting without copies.
-const COPIES_MAX: u8 = 3;
 /// Below this many names their order is kept from the first on: half a megabyte.
 const ORDERED_ALWAYS: usize = 1 << 16;
 
@@ -70,7 +67,10 @@ pub struct Book {
     /// Groups below 64 that are known to serve a window.
     partial: u64,
     /// Copies other than the first that counts.
-    copies: HashMap<(u64, Kind), u8>,
+    ///
+    /// All of them are counted: an engine computes the last block of a prompt that ends with it anew each time and keeps
+    /// every copy, so that a prompt sent often has its last block a hundred times, and loses it with the hundredth removal.
+    copies: HashMap<(u64, Kind), u32>,
     /// Names by age, once there are enough for a bound to come near.
     age: Option<Queue>,
     /// Removed names that no cache holds.
@@ -144,7 +144,7 @@ impl Book {
     pub fn demote(&mut self, held: impl IntoIterator<Item = BlockHash>) {
         if let Some(group) = self.scored.take() {
             for name in held {
-                self.add(name, Kind::new(group, Medium::Gpu), COPIES_MAX);
+                self.add(name, Kind::new(group, Medium::Gpu));
             }
         }
         self.names = 0;
@@ -174,7 +174,7 @@ impl Book {
             return Storing::Held;
         }
         if let Some(kind) = self.scored_kind() {
-            self.add(name, kind, COPIES_MAX - 1);
+            self.add(name, kind);
         }
         Storing::Again
     }
@@ -182,7 +182,7 @@ impl Book {
     /// Stores one copy that does not count.
     pub fn store_aside(&mut self, name: BlockHash, stored: &Stored) -> Storing {
         let kind = Kind::new(stored.group.unwrap_or(0), stored.medium);
-        if self.add(name, kind, COPIES_MAX) { Storing::Aside } else { Storing::Refused }
+        if self.add(name, kind) { Storing::Aside } else { Storing::Refused }
     }
 
     /// Removes one copy; `held` says whether the block's bit is set.
@@ -207,12 +207,12 @@ impl Book {
         Removal::Gone
     }
 
-    fn add(&mut self, name: BlockHash, kind: Kind, most: u8) -> bool {
+    fn add(&mut self, name: BlockHash, kind: Kind) -> bool {
         if self.copies.len() >= self.limits.names && !self.copies.contains_key(&(name.0, kind)) {
             return false;
         }
         let copies = self.copies.entry((name.0, kind)).or_insert(0);
-        *copies = (*copies + 1).min(most);
+        *copies = copies.saturating_add(1);
         true
     }
 
@@ -278,7 +278,7 @@ impl Book {
     }
 
     /// Copies other than the first that counts, in order.
-    pub fn copies(&self) -> Vec<(BlockHash, u32, u8)> {
+    pub fn copies(&self) -> Vec<(BlockHash, u32, u32)> {
         let mut copies: Vec<_> = self.copies.iter().map(|(key, count)| (BlockHash(key.0), key.1.0, *count)).collect();
         copies.sort_unstable();
         copies
@@ -329,16 +329,18 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_counted_to_three() {
+    fn a_block_stored_a_hundred_times_is_gone_with_the_hundredth_removal() {
         let mut book = book(10);
         book.place(&stored(0, Attention::Full, 16));
         book.store(NAME, false);
-        for _ in 0..100 {
-            book.store(NAME, true);
+        for _ in 1..100 {
+            assert_eq!(book.store(NAME, true), Storing::Again);
         }
         let removed = removed(None, Medium::Gpu);
-        let removals = [true; 3].map(|held| book.remove(NAME, &removed, held));
-        assert_eq!(removals, [Removal::Fewer, Removal::Fewer, Removal::Gone]);
+        for _ in 1..100 {
+            assert_eq!(book.remove(NAME, &removed, true), Removal::Fewer);
+        }
+        assert_eq!(book.remove(NAME, &removed, true), Removal::Gone);
     }
 
     #[test]

@@ -131,10 +131,13 @@ fn drop_billing_header(parts: &mut Vec<Part>) {
 }
 
 /// `reasoning`, else its older name `reasoning_content`.
-fn reasoning(fields: &mut Object) -> Result<Option<String>, Miss> {
+fn reasoning(fields: &mut Object) -> Result<Option<String>, Unsupported> {
     let older = fields.take("reasoning_content");
-    let value = fields.take("reasoning").filter(|value| !value.is_null()).or(older);
-    optional_text(value).ok_or_else(|| Unsupported::Shape.into())
+    match fields.take("reasoning").filter(|value| !value.is_null()).or(older) {
+        None | Some(Json::Null) => Ok(None),
+        Some(Json::Text(text)) => Ok(Some(text)),
+        Some(_) => Err(Unsupported::Shape),
+    }
 }
 
 fn tool_call_id(value: Option<Json>) -> Result<Option<Json>, Miss> {
@@ -148,16 +151,15 @@ fn no_tools(tools: Option<&Json>) -> Result<(), Miss> {
     if tools.is_none_or(Json::is_null) { Ok(()) } else { Err(Unsupported::Tools.into()) }
 }
 
-fn tool_calls(value: Option<Json>) -> Result<Option<Vec<Json>>, Miss> {
+fn tool_calls(value: Option<Json>) -> Result<Option<Vec<Json>>, Unsupported> {
     match value {
         None | Some(Json::Null) => Ok(None),
         Some(Json::List(calls)) if calls.is_empty() => Ok(None),
-        Some(Json::List(calls)) => calls
-            .into_iter()
-            .map(tool_call)
-            .collect::<Option<_>>()
-            .map_or_else(|| Err(Unsupported::Tools.into()), |calls| Ok(Some(calls))),
-        Some(_) => Err(Unsupported::Tools.into()),
+        Some(Json::List(calls)) => {
+            let calls: Option<Vec<Json>> = calls.into_iter().map(tool_call).collect();
+            calls.map(Some).ok_or(Unsupported::Tools)
+        }
+        Some(_) => Err(Unsupported::Tools),
     }
 }
 
@@ -188,10 +190,8 @@ pub(super) fn tools(value: Json) -> Result<Option<Vec<Json>>, Miss> {
         Json::List(list) if !list.is_empty() => list,
         _ => return Err(Unsupported::Tools.into()),
     };
-    list.into_iter()
-        .map(tool)
-        .collect::<Option<_>>()
-        .map_or_else(|| Err(Unsupported::Tools.into()), |tools| Ok(Some(tools)))
+    let tools: Option<Vec<Json>> = list.into_iter().map(tool).collect();
+    tools.map(Some).ok_or_else(|| Unsupported::Tools.into())
 }
 
 fn tool(value: Json) -> Option<Json> {
@@ -200,27 +200,39 @@ fn tool(value: Json) -> Option<Json> {
     if kind.as_text() != Some("function") {
         return None;
     }
-    let defer_loading = optional_bool(tool.take("defer_loading"))?;
-    let function = function(tool.take("function")?, defer_loading)?;
-    let mut written = vec![("type".to_owned(), kind), ("function".to_owned(), function)];
-    written.extend(defer_loading.map(|defer| ("defer_loading".to_owned(), Json::Bool(defer))));
-    Some(Json::Map(written))
+    let defer_loading = tool.take("defer_loading").filter(|flag| !flag.is_null());
+    if !matches!(defer_loading, None | Some(Json::Bool(_))) {
+        return None;
+    }
+    let function = function(tool.take("function")?, defer_loading.as_ref())?;
+    Some(written([("type", Some(kind)), ("function", Some(function)), ("defer_loading", defer_loading)]))
 }
 
-fn function(value: Json, defer_loading: Option<bool>) -> Option<Json> {
+fn function(value: Json, defer_loading: Option<&Json>) -> Option<Json> {
     let mut function = object(value).ok()?;
+    let mut flag = |name: &str| function.take(name).filter(|flag| !flag.is_null());
+    let strict = flag("strict");
+    let defer_loading = flag("defer_loading").or_else(|| defer_loading.cloned());
     let name = function.take("name").filter(is_text)?;
     let description = function.take("description").unwrap_or(Json::Null);
     let parameters = function.take("parameters").unwrap_or(Json::Null);
-    if !matches!(description, Json::Null | Json::Text(_)) || !matches!(parameters, Json::Null | Json::Map(_)) {
-        return None;
-    }
-    let strict = optional_bool(function.take("strict"))?;
-    let defer_loading = optional_bool(function.take("defer_loading"))?.or(defer_loading);
-    let mut written = vec![("name", name), ("description", description), ("parameters", parameters)];
-    written.extend(strict.map(|strict| ("strict", Json::Bool(strict))));
-    written.extend(defer_loading.map(|defer| ("defer_loading", Json::Bool(defer))));
-    Some(Json::Map(written.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()))
+    let fits = matches!(description, Json::Null | Json::Text(_))
+        && matches!(parameters, Json::Null | Json::Map(_))
+        && [&strict, &defer_loading].into_iter().all(|flag| matches!(flag, None | Some(Json::Bool(_))));
+    fits.then(|| {
+        written([
+            ("name", Some(name)),
+            ("description", Some(description)),
+            ("parameters", Some(parameters)),
+            ("strict", strict),
+            ("defer_loading", defer_loading),
+        ])
+    })
+}
+
+/// An object of the entries that are there.
+fn written<const N: usize>(entries: [(&str, Option<Json>); N]) -> Json {
+    Json::Map(entries.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect())
 }
 
 fn is_text(value: &Json) -> bool {
@@ -231,24 +243,6 @@ fn into_text(value: Json) -> Option<String> {
     match value {
         Json::Text(text) => Some(text),
         _ => None,
-    }
-}
-
-/// Text that may be absent or null; `None` for anything else.
-fn optional_text(value: Option<Json>) -> Option<Option<String>> {
-    match value {
-        None | Some(Json::Null) => Some(None),
-        Some(Json::Text(text)) => Some(Some(text)),
-        Some(_) => None,
-    }
-}
-
-/// A truth value that may be absent or null; `None` for anything else.
-fn optional_bool(value: Option<Json>) -> Option<Option<bool>> {
-    match value {
-        None | Some(Json::Null) => Some(None),
-        Some(Json::Bool(flag)) => Some(Some(flag)),
-        Some(_) => None,
     }
 }
 

@@ -152,7 +152,7 @@ fn prompts(value: Json) -> Result<(Vec<Input>, usize), Miss> {
         Json::List(list) => match list.first() {
             None => Err(NoText::Empty.into()),
             Some(Json::Text(_) | Json::List(_)) => bounded(list, one_of_many),
-            Some(_) => Ok((vec![token_input(list)?], 1)),
+            Some(_) => Ok((vec![token_input(&list)?], 1)),
         },
         _ => Err(Unsupported::Shape.into()),
     }
@@ -170,7 +170,7 @@ fn bounded(list: Vec<Json>, input: impl Fn(Json) -> Result<Input, Miss>) -> Resu
 fn one_of_many(value: Json) -> Result<Input, Miss> {
     match value {
         Json::Text(text) => text_input(text),
-        Json::List(ids) => token_input(ids),
+        Json::List(ids) => token_input(&ids),
         _ => Err(Unsupported::Shape.into()),
     }
 }
@@ -179,16 +179,16 @@ fn text_input(text: String) -> Result<Input, Miss> {
     if text.is_empty() { Err(NoText::Empty.into()) } else { Ok(Input::Text(text)) }
 }
 
-fn token_input(ids: Vec<Json>) -> Result<Input, Miss> {
+fn token_input(ids: &[Json]) -> Result<Input, Miss> {
     if ids.is_empty() {
         return Err(NoText::Empty.into());
     }
-    ids.into_iter().map(token_id).collect::<Result<_, _>>().map(Input::Tokens)
+    ids.iter().map(token_id).collect::<Result<_, _>>().map(Input::Tokens)
 }
 
-fn token_id(value: Json) -> Result<TokenId, Miss> {
+fn token_id(value: &Json) -> Result<TokenId, Miss> {
     match value {
-        Json::Int(id) => u32::try_from(id).map(TokenId).map_err(|_out_of_range| Unsupported::TokenId.into()),
+        Json::Int(id) => u32::try_from(*id).map(TokenId).map_err(|_out_of_range| Unsupported::TokenId.into()),
         _ => Err(Unsupported::TokenId.into()),
     }
 }
@@ -212,8 +212,8 @@ fn chat_input(messages: Json, fields: &Fields<'_>) -> Result<Input, Miss> {
         documents: optional(fields.documents)?.map(documents).transpose()?,
         template_kwargs: optional(fields.chat_template_kwargs)?.map_or(Ok(Vec::new()), template_kwargs)?,
         template: optional(fields.chat_template)?.map(option_text).transpose()?,
-        add_generation_prompt: optional(fields.add_generation_prompt)?.map_or(Ok(true), option_bool)?,
-        continue_final_message: optional(fields.continue_final_message)?.map_or(Ok(false), option_bool)?,
+        add_generation_prompt: optional(fields.add_generation_prompt)?.as_ref().map_or(Ok(true), option_bool)?,
+        continue_final_message: optional(fields.continue_final_message)?.as_ref().map_or(Ok(false), option_bool)?,
         reasoning_effort: optional(fields.reasoning_effort)?.map(option_text).transpose()?,
     })))
 }
@@ -276,7 +276,7 @@ fn token_options(kind: Kind, fields: &Fields<'_>) -> Result<TokenOptions, Miss> 
         Some(Some("right")) => Some(Side::Right),
         Some(_) => return Err(Unsupported::Options.into()),
     };
-    let add_special_tokens = optional(fields.add_special_tokens)?.map(option_bool).transpose()?;
+    let add_special_tokens = optional(fields.add_special_tokens)?.as_ref().map(option_bool).transpose()?;
     Ok(TokenOptions { add_special_tokens, truncate, truncation_side })
 }
 
@@ -298,9 +298,9 @@ fn samples(n: Option<&RawValue>) -> u32 {
     n.and_then(|n| serde_json::from_str::<u32>(n.get()).ok()).map_or(1, |n| n.max(1))
 }
 
-fn option_bool(value: Json) -> Result<bool, Miss> {
+fn option_bool(value: &Json) -> Result<bool, Miss> {
     match value {
-        Json::Bool(flag) => Ok(flag),
+        Json::Bool(flag) => Ok(*flag),
         _ => Err(Unsupported::Options.into()),
     }
 }

@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::errno::Errno;
+use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use crate::fleet::{EndpointKey, Monitor, Probe, ProbeKind};
-use crate::state::{Meters, State};
+use crate::state::{ListedModel, Meters, State};
 use crate::tokenize::ModelSlug;
 use streak::Streak;
 
@@ -69,9 +70,10 @@ async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
         if let Some(verdict) = streak.add(result.is_ok())
             && target.meters.set_probe(verdict)
         {
-            match verdict {
-                Probe::Down => tracing::warn!(endpoint = %target.label, cause, "endpoint is down"),
-                _ => tracing::info!(endpoint = %target.label, "endpoint is up"),
+            if verdict == Probe::Down {
+                tracing::warn!(endpoint = %target.label, cause, "endpoint is down");
+            } else {
+                tracing::info!(endpoint = %target.label, "endpoint is up");
             }
             state.conditions_changed();
         }
@@ -127,7 +129,8 @@ async fn probe(target: &Target, http: &reqwest::Client) -> Result<(), Failure> {
 async fn probe_tcp(target: &Target) -> Result<(), Failure> {
     let mut last = Failure::Unresolved(target.key.host.clone());
     for address in target.meters.addresses().iter() {
-        let address = SocketAddr::new(address.ip(), target.monitor.port.unwrap_or(address.port()));
+        let port = target.monitor.port.unwrap_or_else(|| address.port());
+        let address = SocketAddr::new(address.ip(), port);
         match TcpStream::connect(address).await {
             Ok(_stream) => return Ok(()),
             Err(error) => last = Failure::Connect(error),
@@ -166,11 +169,11 @@ async fn learn_facts(target: &Target, state: &State, http: &reqwest::Client) {
         if known {
             state.conditions_changed();
         }
-        if let Some((models, adapters)) = ask_models(target, http).await {
+        if let Some(models) = ask_models(target, http).await {
             if target.tokenizes {
-                want_tokenizers(state, &models, &adapters);
+                want_tokenizers(state, &models);
             }
-            target.meters.set_models(models, adapters);
+            target.meters.set_models(models);
         }
         let unknown = target.meters.addresses().is_empty() || target.meters.models().is_empty();
         sleep(if unknown { CONFIRM_INTERVAL * 2 } else { FACTS_INTERVAL }).await;
@@ -179,10 +182,10 @@ async fn learn_facts(target: &Target, state: &State, http: &reqwest::Client) {
 
 /// Has the tokenizers of an engine's models loaded before the first request asks for them. Adapters share their base
 /// model's.
-fn want_tokenizers(state: &State, models: &[String], adapters: &[String]) {
-    for model in models.iter().filter(|model| !adapters.contains(model)) {
-        if state.tokenizers.status(model).is_none() {
-            state.tokenizers.want(ModelSlug::from(model.as_str()));
+fn want_tokenizers(state: &State, models: &[ListedModel]) {
+    for model in models.iter().filter(|model| model.parent.is_none()) {
+        if state.tokenizers.status(&model.id).is_none() {
+            state.tokenizers.want(ModelSlug::from(model.id.as_str()));
         }
     }
 }
@@ -207,25 +210,22 @@ async fn resolve(target: &Target) -> bool {
     }
 }
 
-/// The models and adapters that an engine lists; `None` when it does not say.
-///
-/// Source: vLLM lists an adapter as a model whose `parent` is its base model.
-async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<(Vec<String>, Vec<String>)> {
+/// The models that an engine lists; `None` when it does not say.
+async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<Vec<ListedModel>> {
     let answer = http.get(format!("http://{}/v1/models", target.key)).timeout(PROBE_TIMEOUT).send().await.ok()?;
     let page: Models = serde_json::from_slice(&bounded_body(answer).await.ok()?).ok()?;
-    let adapters = page.data.iter().filter(|m| m.parent.is_some()).map(|m| m.id.clone()).collect();
-    Some((page.data.into_iter().map(|m| m.id).collect(), adapters))
+    Some(page.data.into_iter().filter_map(listed).collect())
+}
+
+/// One entry of the list; `None` for what has no name.
+fn listed(card: Value) -> Option<ListedModel> {
+    let text = |name: &str| card[name].as_str().map(str::to_owned);
+    Some(ListedModel { id: text("id")?, parent: text("parent"), card })
 }
 
 #[derive(serde::Deserialize)]
 struct Models {
-    data: Vec<Model>,
-}
-
-#[derive(serde::Deserialize)]
-struct Model {
-    id: String,
-    parent: Option<String>,
+    data: Vec<Value>,
 }
 
 async fn bounded_body(mut answer: reqwest::Response) -> Result<Vec<u8>, reqwest::Error> {

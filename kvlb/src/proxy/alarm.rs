@@ -73,8 +73,8 @@ mod tests {
     use super::*;
     use crate::clock;
 
-    fn in_time(millis: u64) -> Option<(Instant, Limit)> {
-        Some((clock::now() + Duration::from_millis(millis), Limit::Head))
+    fn in_time(millis: u64) -> (Instant, Limit) {
+        (clock::now() + Duration::from_millis(millis), Limit::Head)
     }
 
     async fn waited(alarm: &Alarm) -> Duration {
@@ -86,21 +86,21 @@ mod tests {
     #[tokio::test]
     async fn a_deadline_can_be_moved_both_ways_and_taken_away() {
         let alarm = Alarm::new();
-        alarm.set(in_time(10));
+        alarm.set(Some(in_time(10)));
         poll_fn(|cx| {
             assert!(alarm.poll(cx).is_pending());
             Poll::Ready(())
         })
         .await;
-        alarm.set(in_time(60));
+        alarm.set(Some(in_time(60)));
         assert!(waited(&alarm).await >= Duration::from_millis(59));
-        alarm.set(in_time(60_000));
+        alarm.set(Some(in_time(60_000)));
         poll_fn(|cx| {
             assert!(alarm.poll(cx).is_pending());
             Poll::Ready(())
         })
         .await;
-        alarm.set(in_time(5));
+        alarm.set(Some(in_time(5)));
         assert!(waited(&alarm).await < Duration::from_secs(5));
         alarm.set(None);
         let nothing = tokio::time::timeout(Duration::from_millis(20), waited(&alarm)).await;

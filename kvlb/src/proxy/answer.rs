@@ -1,5 +1,7 @@
 //! The way of an answer: its head, then every byte as it comes.
 
+use std::time::Duration;
+
 use super::alarm::Limit;
 use super::backplane::{Backplane, Call, Event, Phase};
 use super::buffer::{Chunk, LARGE, MEDIUM, SMALL};
@@ -18,10 +20,19 @@ const ANSWER_FRONT: usize = 256;
 /// Interim answers to one request: nobody sends more than a few.
 const INTERIMS_MAX: u32 = 16;
 
+/// An answer's head as it came.
+pub(super) struct HeardHead {
+    pub(super) head: AnswerHead,
+    /// Its bytes, and what has come behind them.
+    pub(super) bytes: Chunk,
+    /// From the end of the request to here.
+    pub(super) waited: Duration,
+}
+
 /// What came of waiting for an answer's head.
 pub(super) enum Heard {
-    /// A head that is final, and its bytes with what came behind them.
-    Head(Box<AnswerHead>, Chunk),
+    /// A head that is final.
+    Head(HeardHead),
     /// The connection ended before any byte.
     Silence,
     /// The connection ended in the head.
@@ -56,8 +67,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 }
                 Ok(Some(head)) => {
                     let waited = clock::now().saturating_duration_since(upload.ended_at().unwrap_or(self.began));
-                    self.call.report(Event::Answered { position: target.position, status: head.status, waited });
-                    return Ok(Heard::Head(Box::new(head), bytes));
+                    return Ok(Heard::Head(HeardHead { head, bytes, waited }));
                 }
                 Ok(None) => {}
             }
@@ -67,11 +77,8 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             let read = self.client.watch(Some(upload), leg.stream.read(bytes)).await;
             let (read, back) = read.map_err(|stop| self.stopped(stop, target.position))?;
             bytes = back;
-            if self.client.phase.get() == Phase::Body && upload.ended_at().is_some() {
-                self.client.phase.set(Phase::Wait);
-            }
             match read {
-                Ok(count) if count > 0 => self.arm(self.terms.limits.idle, Limit::Pause),
+                Ok(count) if count > 0 => self.arm_pause(),
                 _end_or_error if bytes.is_empty() && interims == 0 => return Ok(Heard::Silence),
                 _end_or_error => return Ok(Heard::BrokenOff),
             }
@@ -105,7 +112,9 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 
     /// Relays an answer to its end.
     pub(super) async fn relay(&mut self, held: Held<B, P>, upload: Option<Upload<'_>>) -> Result<After, End> {
-        let Held { leg, target, head, bytes } = held;
+        let Held { leg, target, answer: HeardHead { head, bytes, waited } } = held;
+        let (position, status) = (target.position, head.status);
+        self.call.report(Event::Answered { position, status, waited });
         let mut upload = upload;
         if let Some(upload) = &mut upload {
             upload.answered();
@@ -116,15 +125,17 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.client.phase.set(Phase::Stream);
         let body = head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut front = Vec::with_capacity(head.length + 128);
+        let mut front = self.client.lane().scratch();
         head.write_for_client(bytes.bytes(), &mut front, &body, closing, &target.fields);
         let mut flow = Flow { body, excess: false, passed: 0 };
-        let first = flow.first(&head, bytes, &front).map_err(|error| self.died(target.position, Some(error)))?;
-        self.client.lane().meter.answered(head.status, None);
+        let first = flow.first(&head, bytes, &front);
+        self.client.lane().keep_scratch(front);
+        let first = first.map_err(|error| self.died(position, Some(error)))?;
+        self.client.lane().meter.answered(status, None);
         let relayed = self.pass(&leg, first, &mut flow, upload.as_mut()).await;
         self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
-        relayed.map_err(|stop| self.broke_off(stop, &target, &flow))?;
-        self.call.report(Event::Finished { position: target.position, bytes: flow.passed });
+        relayed.map_err(|stop| self.broke_off(stop, position, &flow))?;
+        self.call.report(Event::Finished { position, bytes: flow.passed });
         let sent = upload.as_ref().is_none_or(Upload::is_sent);
         drop(upload);
         if head.keep_alive && !flow.excess && sent {
@@ -143,7 +154,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     ) -> Result<(), Broken> {
         let mut piece = first;
         loop {
-            self.arm(self.terms.limits.idle, Limit::Pause);
+            self.arm_pause();
             if !piece.is_empty() {
                 flow.passed += piece.len() as u64;
                 let write = self.client.stream.write_all(piece);
@@ -165,8 +176,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     }
 
     /// The client has seen the answer's beginning: whatever ended it, no answer of ours can follow.
-    fn broke_off(&mut self, broken: Broken, target: &TargetOf<P>, flow: &Flow) -> End {
-        let position = target.position;
+    fn broke_off(&mut self, broken: Broken, position: usize, flow: &Flow) -> End {
         match broken {
             Broken::Stopped(Stop::Left) => return Stop::Left.into(),
             Broken::Stopped(Stop::TimedOut(_)) => self.call.report(Event::TimedOut { position }),
@@ -178,6 +188,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 }
 
 /// Why relaying ended before the answer did.
+#[derive(Clone, Copy)]
 enum Broken {
     Stopped(Stop),
     /// The endpoint's connection ended, or its chunks are none.

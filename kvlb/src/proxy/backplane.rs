@@ -209,7 +209,7 @@ pub enum Event {
         /// How.
         failure: ConnectFailure,
     },
-    /// The head of an endpoint's answer came in.
+    /// The head of an endpoint's answer came in, and the client gets it: once at most for a request.
     Answered {
         /// Which endpoint.
         position: usize,

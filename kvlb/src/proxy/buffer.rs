@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 
 /// Sizes of pooled blocks. The larger ones leave 4 KiB beside a round body for its head and framing.
 const CLASSES: [usize; 5] = [4 << 10, 16 << 10, 68 << 10, 260 << 10, 1028 << 10];
@@ -27,16 +27,16 @@ thread_local! {
 }
 
 /// Shelves that are counted apart; more share their counts.
-const ACCOUNTS: usize = 1024;
+const ACCOUNTS: u16 = 1024;
 /// The account of threads without a shelf.
-const NO_ACCOUNT: u16 = ACCOUNTS as u16;
+const NO_ACCOUNT: u16 = ACCOUNTS;
 
 /// Bytes in use that were taken from one shelf's thread. On a cache line of its own: each has one busy writer.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Account(AtomicUsize);
 
-static IN_USE: [Account; ACCOUNTS + 1] = [const { Account(AtomicUsize::new(0)) }; ACCOUNTS + 1];
+static IN_USE: [Account; ACCOUNTS as usize + 1] = [const { Account(AtomicUsize::new(0)) }; ACCOUNTS as usize + 1];
 
 /// A thread's free blocks.
 struct Shelf {
@@ -46,11 +46,11 @@ struct Shelf {
 
 /// Gives the calling thread a shelf.
 pub(super) fn open_shelf() {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    static NEXT: AtomicU16 = AtomicU16::new(0);
     SHELF.with_borrow_mut(|shelf| {
         shelf.get_or_insert_with(|| {
-            let number = NEXT.fetch_add(1, Ordering::Relaxed) % ACCOUNTS;
-            Shelf { account: u16::try_from(number).unwrap_or(NO_ACCOUNT), free: [const { Vec::new() }; CLASSES.len()] }
+            let account = NEXT.fetch_add(1, Ordering::Relaxed) % ACCOUNTS;
+            Shelf { account, free: [const { Vec::new() }; CLASSES.len()] }
         });
     });
 }
@@ -211,7 +211,12 @@ impl Chunk {
             return;
         }
         let filled = self.start..self.end;
-        let mut larger = Self::with_room(self.start, filled.len() + more);
+        let mut wanted = filled.len() + more;
+        if wanted > CLASSES[CLASSES.len() - 1] {
+            // Beyond the classes growth must double, or a body that comes in pieces would be copied for each of them.
+            wanted = wanted.max(2 * self.block.len());
+        }
+        let mut larger = Self::with_room(self.start, wanted);
         larger.block[filled.clone()].copy_from_slice(&self.block[filled.clone()]);
         larger.end = filled.end;
         *self = larger;

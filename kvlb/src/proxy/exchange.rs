@@ -61,7 +61,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             Err(end) => end,
         };
         match end {
-            End::Quiet | End::Stopped(Stop::Ordered) => After::Close,
+            End::Quiet | End::Stopped(Stop::Ordered) | End::BrokenOff { reset: false } => After::Close,
             End::Stopped(Stop::Left) => {
                 self.lane().meter.client_left(self.phase.get());
                 After::Close
@@ -70,7 +70,6 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             End::Stopped(Stop::Malformed) => self.reply(&Refusal::Chunk.into()).await,
             End::Reply(reply) => self.reply(&reply).await,
             End::BrokenOff { reset: true } => After::Reset,
-            End::BrokenOff { reset: false } => After::Close,
         }
     }
 
@@ -88,6 +87,9 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         let request = Arc::new(Request { head, arrival: self.arrival, payload });
         if passing.is_none() {
             self.received();
+            if let Some(after) = self.list_models(&request).await? {
+                return Ok(after);
+            }
         }
         let began = clock::now();
         let mut call = self.decide(&request).await?;

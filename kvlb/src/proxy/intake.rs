@@ -6,7 +6,7 @@ use tokio::sync::oneshot;
 
 use super::alarm::Limit;
 use super::backplane::{Backplane, Haste, Payload, Request, Survey, Terms, Unseen};
-use super::buffer::{Chunk, LARGE, Lease, MEDIUM};
+use super::buffer::{Chunk, LARGE, Lease, MEDIUM, SMALL};
 use super::client::{Client, FRONT, Stop};
 use super::exchange::End;
 use super::http::{Chunked, Forward, Framing, HEAD_MAX, Head, HeadScan, size_line};
@@ -19,7 +19,7 @@ pub(super) enum Read {
     /// All of it.
     Whole(Payload),
     /// It goes through as it comes.
-    Passing(Passing, Unseen),
+    Passing(Box<Passing>, Unseen),
 }
 
 /// What goes to an endpoint.
@@ -27,13 +27,13 @@ pub(super) enum Sending {
     /// Head and body, whole in memory.
     Whole(Parcel),
     /// The head, and a body that goes through as it comes.
-    Through(Vec<u8>, Passing),
+    Through(Vec<u8>, Box<Passing>),
 }
 
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
     /// The head of the next request, and what came behind it.
     pub(super) async fn read_head(&self) -> Result<(Head, Chunk), End> {
-        let mut chunk = self.carry.take().unwrap_or_else(|| Chunk::with_room(FRONT, MEDIUM - FRONT));
+        let mut chunk = self.carry.take().unwrap_or_else(|| Chunk::with_room(FRONT, SMALL - FRONT));
         let mut scan = HeadScan::default();
         self.alarm.set(Some((clock::now() + self.lane().config.client_head, Limit::Head)));
         loop {
@@ -76,7 +76,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     async fn read_length(&self, head: &Head, body: Chunk, length: u64, survey: &Survey) -> Result<Read, End> {
         let pass = |payload: Chunk, why| {
             let rest = Rest::Length(length - payload.len() as u64);
-            Ok(Read::Passing(Passing { payload, raw: Chunk::none(), rest, limit: survey.body_limit }, why))
+            Ok(Read::Passing(Box::new(Passing { payload, rest, limit: survey.body_limit }), why))
         };
         let mut body = body;
         let Some(max) = survey.inspect else { return pass(body, Unseen::NotNeeded) };
@@ -103,7 +103,8 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     async fn read_chunked(&self, head: &Head, mut raw: Chunk, survey: &Survey) -> Result<Read, End> {
         let mut chunked = Chunked::default();
         let mut lease = self.lane().budget.lease();
-        let mut body = Chunk::with_room(FRONT + head.fields().bytes(), MEDIUM - FRONT);
+        let mut body =
+            Chunk::with_room(FRONT + head.fields().bytes(), MEDIUM - FRONT - head.fields().bytes().min(MEDIUM / 2));
         let mut told = false;
         loop {
             let (payload, used) = chunked.decode(raw.bytes_mut())?;
@@ -121,10 +122,8 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             body.append(raw.bytes());
             if let Some(why) = why {
                 let rest = Rest::Chunked(chunked);
-                return Ok(Read::Passing(
-                    Passing { payload: body, raw: Chunk::none(), rest, limit: survey.body_limit },
-                    why,
-                ));
+                let passing = Passing { payload: body, rest, limit: survey.body_limit };
+                return Ok(Read::Passing(Box::new(passing), why));
             }
             if chunked.is_done() {
                 let trailers = chunked.trailers().to_vec();
@@ -196,23 +195,29 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         }
     }
 
+    /// How the head of a request goes on.
+    pub(super) fn forward(&self, terms: &Terms, framing: Framing) -> Forward<'_> {
+        Forward {
+            client: terms.forwarded_headers.then(|| self.address()),
+            vip: self.arrival.vip,
+            framing,
+            expect_continue: false,
+            read_here: false,
+        }
+    }
+
     /// The request as endpoints get it.
-    pub(super) fn compose(&self, request: Arc<Request>, passing: Option<Passing>, terms: &Terms) -> Sending {
-        let forward = |head: &Head, framing, expect_continue| {
-            let forward = Forward {
-                client: terms.forwarded_headers.then(|| self.arrival.client.ip()),
-                vip: self.arrival.vip.to_string(),
-                framing,
-                expect_continue,
-            };
-            let mut bytes = Vec::with_capacity(head.fields().bytes() + 128);
+    pub(super) fn compose(&self, request: Arc<Request>, passing: Option<Box<Passing>>, terms: &Terms) -> Sending {
+        let write = |head: &Head, framing, expect_continue| {
+            let forward = Forward { expect_continue, ..self.forward(terms, framing) };
+            let mut bytes = self.lane().scratch();
             head.write_for_endpoint(&mut bytes, &forward);
             bytes
         };
         if let Some(passing) = passing {
             let expect = request.head.expects_continue() && passing.payload.is_empty();
             return Sending::Through(
-                forward(&request.head, passing.rest.framing(request.head.framing()), expect),
+                write(&request.head, passing.rest.framing(request.head.framing()), expect),
                 passing,
             );
         }
@@ -221,7 +226,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             Framing::Length(_) => Framing::Length(request.body_len() as u64),
             other => other,
         };
-        let mut bytes = forward(head, framing, false);
+        let mut bytes = write(head, framing, false);
         let chunked = framing == Framing::Chunked;
         let (mut body, trailers, lease) = take_body(request);
         if chunked {
@@ -232,6 +237,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             append_end(&mut body, &trailers);
         }
         body.prepend(&bytes);
+        self.lane().keep_scratch(bytes);
         Sending::Whole(Parcel { bytes: body, lease })
     }
 }

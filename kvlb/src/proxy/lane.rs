@@ -97,6 +97,7 @@ pub(super) struct Lane<B: Backend, P: Backplane> {
     pub(super) workers: Arc<Workers>,
     pub(super) budget: Arc<Budget>,
     pub(super) idle: RefCell<Idle<B::Stream>>,
+    scratch: Cell<Vec<u8>>,
     number: usize,
     posts: RefCell<Posts>,
     draining: Cell<bool>,
@@ -133,13 +134,17 @@ pub(super) async fn run<B: Backend, P: Backplane>(
         match commands.recv().await {
             Some(Command::Listen(link, socket)) => open_door(&lane, &mut doors, link, socket),
             Some(Command::Unlisten { link, release }) => {
-                doors.remove(&link).into_iter().for_each(|door| door.shut(release))
+                if let Some(door) = doors.remove(&link) {
+                    door.shut(release);
+                }
             }
             Some(Command::Drain { deadline, release }) => break (deadline, release),
             None => break (clock::now(), false),
         }
     };
-    doors.into_values().for_each(|door| door.shut(release));
+    for door in doors.into_values() {
+        door.shut(release);
+    }
     lane.drain(deadline).await;
     pulse.abort();
     lane.idle.borrow_mut().clear();
@@ -242,11 +247,24 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             workers,
             budget,
             idle: RefCell::new(Idle::new(bounds)),
+            scratch: Cell::default(),
             number,
             posts: RefCell::default(),
             draining: Cell::new(false),
             emptied: Notify::new(),
         }
+    }
+
+    /// Memory to write a head into, before it is put in front of its body.
+    pub(super) fn scratch(&self) -> Vec<u8> {
+        let mut scratch = self.scratch.take();
+        scratch.clear();
+        scratch
+    }
+
+    /// Takes that memory back.
+    pub(super) fn keep_scratch(&self, scratch: Vec<u8>) {
+        self.scratch.set(scratch);
     }
 
     /// Whether the thread is about to end: no connection is kept for another request.
@@ -264,18 +282,14 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
         } else {
             (!self.backplane.admits(&arrival)).then_some(Refused::NotAdmitted)
         };
-        match refusal {
-            Some(cause) => {
-                self.meter.client_refused(cause);
-                stream.reset_on_close();
-            }
-            None => {
-                let seat = Seat::take(self);
-                spawn_local(async move {
-                    client::serve(&seat, stream, arrival).await;
-                });
-            }
+        if let Some(cause) = refusal {
+            self.meter.client_refused(cause);
+            return stream.reset_on_close();
         }
+        let seat = Seat::take(self);
+        spawn_local(async move {
+            client::serve(&seat, stream, arrival).await;
+        });
     }
 
     async fn drain(&self, deadline: Instant) {

@@ -23,6 +23,7 @@ mod intake;
 mod io;
 mod lane;
 mod meter;
+mod models;
 mod ring;
 #[cfg(test)]
 mod suite;
@@ -71,7 +72,7 @@ pub struct Config {
     pub client_idle: Duration,
     /// A request's head must come in within this time. Default 30 s.
     pub client_head: Duration,
-    /// Client connections per data thread. Default 65,536.
+    /// Client connections per data thread. Default 65,536, and never more than the process has file descriptors for.
     pub connections_max: usize,
     /// Idle connections kept per data thread and endpoint. Default 64: answers that arrive together leave their
     /// connections idle together, and fewer would be opened anew for the requests that follow.
@@ -96,7 +97,7 @@ impl Default for Config {
             threads: default_threads(),
             io: Io::Auto,
             pin: true,
-            client_idle: Duration::from_secs(120),
+            client_idle: Duration::from_mins(2),
             client_head: Duration::from_secs(30),
             connections_max: 65_536,
             idle_per_endpoint: 64,
@@ -159,19 +160,21 @@ impl Proxy {
     ///
     /// # Errors
     /// When io_uring was asked for and is not there, or no thread can be started.
-    pub fn start<P: Backplane>(config: Config, backplane: Arc<P>, meter: Arc<dyn Meter>) -> Result<Self, StartError> {
+    pub fn start<P: Backplane>(config: Config, backplane: &Arc<P>, meter: &Arc<dyn Meter>) -> Result<Self, StartError> {
         let (engine, refused) = config.io.resolve().map_err(StartError::Uring)?;
-        match refused {
-            Some(error) => tracing::warn!(%error, "io_uring is not available: serving with epoll"),
-            None => tracing::info!(io = engine.label(), threads = config.threads, "data threads start"),
+        if let Some(error) = refused {
+            tracing::warn!(%error, "io_uring is not available: serving with epoll");
         }
+        tracing::info!(io = engine.label(), threads = config.threads, "data threads start");
         let workers = Workers::start(config.decision_threads, config.decision_queue).map_err(StartError::Thread)?;
         let workers = Arc::new(workers);
         let budget = Budget::new(config.body_budget);
+        let mut config = config;
+        config.connections_max = config.connections_max.min(connections_affordable(config.threads));
         let config = Arc::new(config);
         let shared = || Shared {
-            backplane: Arc::clone(&backplane),
-            meter: Arc::clone(&meter),
+            backplane: Arc::clone(backplane),
+            meter: Arc::clone(meter),
             config: Arc::clone(&config),
             workers: Arc::clone(&workers),
             budget: Arc::clone(&budget),
@@ -271,6 +274,17 @@ pub fn raise_descriptor_limit() -> std::io::Result<u64> {
     let (_soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     Ok(hard)
+}
+
+/// Descriptors that are left to everything but the proxy's connections.
+const DESCRIPTORS_ELSEWHERE: u64 = 200;
+
+/// Client connections that each data thread can serve with the descriptors that the process may have: two each.
+fn connections_affordable(threads: usize) -> usize {
+    use nix::sys::resource::{Resource, getrlimit};
+    let (limit, _hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap_or((1024, 1024));
+    let pairs = usize::try_from(limit.saturating_sub(DESCRIPTORS_ELSEWHERE) / 2).unwrap_or(usize::MAX);
+    (pairs / threads.max(1)).max(16)
 }
 
 /// One socket per data thread that listens on `address`, among which the kernel spreads new connections.

@@ -1,5 +1,6 @@
 //! The way of a request to its endpoint: whole from memory, or through as it comes.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -8,7 +9,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::alarm::{Alarm, Limit};
-use super::backplane::Backplane;
+use super::backplane::{Backplane, Phase};
 use super::buffer::{Chunk, LARGE, Lease, MEDIUM};
 use super::client::{Client, Stop};
 use super::http::{Chunked, FINAL_CHUNK, Framing, size_line};
@@ -44,14 +45,15 @@ pub(super) struct Upload<'a> {
     task: Option<Pin<&'a mut (dyn Future<Output = Uploaded> + 'a)>>,
     ended: Option<Uploaded>,
     ended_at: Option<Instant>,
-    /// The deadline to set when the upload ends: the answer's first byte is waited for from there on.
+    /// What begins when the upload ends: the wait for the answer's first byte.
     then: Option<Then<'a>>,
 }
 
-/// A deadline that begins when an upload ends.
+/// The wait that begins when an upload ends.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Then<'a> {
     pub(super) alarm: &'a Alarm,
+    pub(super) phase: &'a Cell<Phase>,
     pub(super) first_byte: Option<Duration>,
     pub(super) total: Option<Instant>,
 }
@@ -77,12 +79,16 @@ impl<'a> Upload<'a> {
 
     fn end(&mut self, ended: Uploaded) {
         let now = clock::now();
+        let gone_out = matches!(ended, Uploaded::Sent(_) | Uploaded::Stuck(_));
         self.task = None;
         self.ended = Some(ended);
         self.ended_at = Some(now);
-        if let Some(then) = self.then.take() {
+        if let Some(then) = self.then.take()
+            && gone_out
+        {
             let first_byte = then.first_byte.map(|limit| (now + limit, Limit::FirstByte));
             then.alarm.set(sooner(first_byte, then.total));
+            then.phase.set(Phase::Wait);
         }
     }
 
@@ -128,9 +134,8 @@ pub(super) fn sooner(due: Option<(Instant, Limit)>, total: Option<Instant>) -> O
 /// A body that goes through as it comes.
 #[derive(Debug)]
 pub(super) struct Passing {
-    /// What has come of it already: payload, and behind that, where it is chunked, raw bytes.
+    /// What has come of it already, without framing.
     pub(super) payload: Chunk,
-    pub(super) raw: Chunk,
     pub(super) rest: Rest,
     /// The longest wait for the next piece.
     pub(super) limit: Duration,
@@ -181,9 +186,9 @@ pub(super) async fn send_through<B: Backend, P: Backplane>(
     client: &Client<'_, B, P>,
     endpoint: Rc<B::Stream>,
     head: Vec<u8>,
-    passing: Passing,
+    passing: Box<Passing>,
 ) -> Uploaded {
-    let Passing { mut payload, raw, rest, limit } = passing;
+    let Passing { mut payload, rest, limit } = *passing;
     let pipe = Pipe { client, endpoint, limit };
     if matches!(rest, Rest::Chunked(_)) && !payload.is_empty() {
         frame(&mut payload);
@@ -191,7 +196,7 @@ pub(super) async fn send_through<B: Backend, P: Backplane>(
     payload.prepend(&head);
     let through = match rest {
         Rest::Length(left) => pipe.length(payload, left).await,
-        Rest::Chunked(chunked) => pipe.chunked(payload, chunked, raw).await,
+        Rest::Chunked(chunked) => pipe.chunked(payload, chunked).await,
     };
     match through {
         Ok(()) => Uploaded::Sent(None),
@@ -227,9 +232,10 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
     }
 
     /// The same payload in chunks of our own: nothing of the client's framing reaches the endpoint.
-    async fn chunked(&self, front: Chunk, mut chunked: Chunked, mut raw: Chunk) -> Result<(), Uploaded> {
+    async fn chunked(&self, front: Chunk, mut chunked: Chunked) -> Result<(), Uploaded> {
         self.write(front).await?;
-        loop {
+        while !chunked.is_done() {
+            let mut raw = self.read(SIZE_ROOM).await?;
             let (payload, used) = chunked.decode(raw.bytes_mut()).map_err(|_malformed| Uploaded::Malformed)?;
             self.client.carry_over(&raw.bytes()[used..]);
             raw.truncate(payload);
@@ -242,11 +248,8 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
             if !raw.is_empty() {
                 self.write(raw).await?;
             }
-            if chunked.is_done() {
-                return Ok(());
-            }
-            raw = self.read(SIZE_ROOM).await?;
         }
+        Ok(())
     }
 
     /// The next piece of the body. No buffer is held while the client is silent.

@@ -5,13 +5,12 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::alarm::Limit;
-use super::answer::Heard;
+use super::answer::{Heard, HeardHead};
 use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Target, Terms};
-use super::buffer::Chunk;
 use super::client::{After, Client};
 use super::connect::Leg;
 use super::exchange::End;
-use super::http::{AnswerError, AnswerHead, Reply};
+use super::http::{AnswerError, Reply};
 use super::intake::Sending;
 use super::io::{Backend, Stream};
 use super::meter::Retry;
@@ -33,7 +32,10 @@ pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
 }
 
 /// A target of this backplane's calls.
-pub(super) type TargetOf<P> = Target<<<P as Backplane>::Call as Call>::Guard>;
+pub(super) type TargetOf<P> = Target<GuardOf<P>>;
+
+/// What a request holds at its endpoint.
+type GuardOf<P> = <<P as Backplane>::Call as Call>::Guard;
 
 /// An endpoint and a connection to it.
 type Reached<B, P> = (Leg<<B as Backend>::Stream>, TargetOf<P>);
@@ -53,10 +55,15 @@ enum Try<B: Backend, P: Backplane> {
 /// An answer that has not been relayed yet.
 pub(super) struct Held<B: Backend, P: Backplane> {
     pub(super) leg: Leg<B::Stream>,
-    pub(super) target: TargetOf<P>,
-    pub(super) head: AnswerHead,
-    /// The head's bytes, and what has come behind them.
-    pub(super) bytes: Chunk,
+    pub(super) target: Target<Option<GuardOf<P>>>,
+    pub(super) answer: HeardHead,
+}
+
+impl<B: Backend, P: Backplane> Held<B, P> {
+    fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Self {
+        let Target { position, addresses, fields, guard } = target;
+        Self { leg, target: Target { position, addresses, fields, guard: Some(guard) }, answer }
+    }
 }
 
 impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
@@ -79,13 +86,19 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.client.alarm.set(sooner(due, self.total));
     }
 
+    /// The next piece must come within the rule's limit.
+    pub(super) fn arm_pause(&self) {
+        self.arm(self.terms.limits.idle, Limit::Pause);
+    }
+
     async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<After, End> {
-        let (mut tried, mut sends, mut busy) = (Vec::new(), 0, None);
+        let (mut tried, mut sends) = (Vec::new(), 0);
+        let mut busy: Option<Box<Held<B, P>>> = None;
         let mut reached = self.reach(&mut tried, None, true).await?;
         loop {
             sends += 1;
             let may_hold = busy.is_none() && sends < SENDS_MAX;
-            let (next, reuse) = match self.try_once(reached, parcel, may_hold).await? {
+            let (next, reuse) = match self.try_once(reached, parcel, may_hold, &mut busy).await? {
                 Try::Relayed(after) => return Ok(after),
                 Try::Failed(reply) => return self.fall_back(busy, reply).await,
                 Try::Stale(back, target) => {
@@ -93,8 +106,10 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                     parcel = back;
                     (target, false)
                 }
-                Try::Busy(held, back) => {
+                Try::Busy(mut held, back) => {
                     tried.push(held.target.position);
+                    // It has not started, so nothing is in flight there.
+                    held.target.guard = None;
                     let Some(other) = self.another(&tried) else { return self.relay(*held, None).await };
                     parcel = back;
                     busy = Some(held);
@@ -128,40 +143,43 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// A body that goes through as it comes cannot be sent twice.
-    async fn send_once(&mut self, head: Vec<u8>, passing: Passing) -> Result<After, End> {
+    async fn send_once(&mut self, head: Vec<u8>, passing: Box<Passing>) -> Result<After, End> {
         let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
         let send = pin!(send_through(self.client, Rc::clone(&leg.stream), head, passing));
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Body);
         self.arm(None, Limit::Total);
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => self.relay(Held { leg, target, head: *head, bytes }, Some(upload)).await,
+            Heard::Head(answer) => self.relay(Held::new(leg, target, answer), Some(upload)).await,
             Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
             Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
         }
     }
 
+    /// Sends the request to one endpoint. With an answer that is relayed, the `busy` one before it is done with.
     async fn try_once(
         &mut self,
         (leg, target): Reached<B, P>,
         parcel: Parcel,
         may_hold: bool,
+        busy: &mut Option<Box<Held<B, P>>>,
     ) -> Result<Try<B, P>, End> {
         let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Wait);
         // An endpoint that does not take the request makes no progress either.
-        self.arm(self.terms.limits.idle, Limit::Pause);
+        self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(head, bytes) => {
-                let held = Held { leg, target, head: *head, bytes };
-                if may_hold && held.head.is_busy() && upload.is_sent() {
+            Heard::Head(answer) => {
+                let waiting = Held::new(leg, target, answer);
+                if may_hold && waiting.answer.head.is_busy() && upload.is_sent() {
                     if let Some(parcel) = upload.into_parcel().await {
-                        return Ok(Try::Busy(Box::new(held), parcel));
+                        return Ok(Try::Busy(Box::new(waiting), parcel));
                     }
-                    return self.relay(held, None).await.map(Try::Relayed);
+                    return self.relay(waiting, None).await.map(Try::Relayed);
                 }
-                self.relay(held, Some(upload)).await.map(Try::Relayed)
+                *busy = None;
+                self.relay(waiting, Some(upload)).await.map(Try::Relayed)
             }
             Heard::Silence if leg.reused => {
                 leg.stream.abort();
@@ -175,8 +193,13 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         }
     }
 
-    fn then(&self) -> Then<'a> {
-        Then { alarm: &self.client.alarm, first_byte: self.terms.limits.first_byte, total: self.total }
+    pub(super) fn then(&self) -> Then<'a> {
+        Then {
+            alarm: &self.client.alarm,
+            phase: &self.client.phase,
+            first_byte: self.terms.limits.first_byte,
+            total: self.total,
+        }
     }
 
     pub(super) fn died(&mut self, position: usize, error: Option<AnswerError>) -> Reply {
@@ -191,7 +214,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
 
     /// An endpoint with a connection to it: `next`, else the rule's choice, and where that cannot be reached another,
     /// until nobody is left.
-    async fn reach(
+    pub(super) async fn reach(
         &mut self,
         tried: &mut Vec<usize>,
         mut next: Option<TargetOf<P>>,
@@ -199,7 +222,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     ) -> Result<Reached<B, P>, End> {
         self.client.phase.set(Phase::Connect);
         self.arm(None, Limit::Total);
-        let give_up = clock::now() + CONNECTING_MAX;
+        let began = clock::now();
         let mut failed = false;
         loop {
             let next = next.take().or_else(|| self.call.choose(tried));
@@ -207,7 +230,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             if failed {
                 self.client.lane().meter.retried(Retry::Connect);
             }
-            if reuse && let Some(leg) = self.client.lane().waiting_leg(&target.addresses, clock::now()) {
+            if reuse && let Some(leg) = self.client.lane().waiting_leg(&target.addresses, began) {
                 return Ok((leg, target));
             }
             let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
@@ -221,7 +244,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             self.call.report(Event::ConnectFailed { position: target.position, failure });
             tried.push(target.position);
             failed = true;
-            if clock::now() > give_up {
+            if clock::now() > began + CONNECTING_MAX {
                 return Err(nobody(failed).into());
             }
         }

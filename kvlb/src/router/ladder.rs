@@ -128,21 +128,21 @@ pub fn name(
         return Err(Miss::because(Reason::Hashes, "unprovable"));
     }
     let extra = extra(prompt);
-    let mut named = Named::default();
-    for tokens in tokens {
+    let mut prompts = Vec::with_capacity(tokens.len());
+    for token_ids in tokens {
         let names = service
             .hasher
-            .block_hashes(&tokens, &extra, era)
+            .block_hashes(&token_ids, &extra, era)
             .map_err(|_error| Miss::because(Reason::Hashes, "extra_key"))?;
-        named.prompts.push(NamedPrompt { token_ids: tokens, names });
+        prompts.push(NamedPrompt { token_ids, names });
     }
     lap(Step::Hash);
-    Ok(named)
+    Ok(Named { prompts })
 }
 
 /// What else than its tokens enters the names of a prompt's blocks.
 pub fn extra(prompt: &Prompt) -> Extra {
-    Extra { cache_salt: prompt.cache_salt.clone(), ..Extra::default() }
+    Extra { cache_salt: prompt.cache_salt.clone() }
 }
 
 /// Chooses an endpoint for one request: cache affinity first, the rule's own selector on a miss.
@@ -249,7 +249,9 @@ fn fallback(service: &Service, view: &dyn View, client: Option<IpAddr>, candidat
     }
     let least = candidates.iter().filter(|c| c.eligible).map(|c| c.load).min()?;
     let mut idlest = candidates.to_vec();
-    idlest.iter_mut().for_each(|c| c.eligible &= c.load == least);
+    for candidate in &mut idlest {
+        candidate.eligible &= candidate.load == least;
+    }
     policy::select(Selector::RoundRobin, &idlest, turn)
 }
 

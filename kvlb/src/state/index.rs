@@ -232,7 +232,7 @@ impl Index {
     }
 
     /// The copies of blocks that a slot holds beyond those of [`Index::names`], with a number for group and medium.
-    pub fn copies(&self, slot: SlotId) -> Vec<(BlockHash, u32, u8)> {
+    pub fn copies(&self, slot: SlotId) -> Vec<(BlockHash, u32, u32)> {
         self.writer.lock().books[slot.index()].as_ref().map_or_else(Vec::new, Book::copies)
     }
 
@@ -326,10 +326,15 @@ impl Writer {
                 self.store_one(slot, &mut book, name, &mut applied);
             }
         }
-        for hash in &stored.hashes {
-            match place {
-                Place::Counts => self.store_one(slot, &mut book, hash.name, &mut applied),
-                _ => applied.evicted += u32::from(book.store_aside(hash.name, stored) == Storing::Refused),
+        for hashes in stored.hashes.chunks(TOGETHER) {
+            if place == Place::Counts {
+                self.held.fetch(hashes.iter().map(|hash| hash.name));
+            }
+            for hash in hashes {
+                match place {
+                    Place::Counts => self.store_one(slot, &mut book, hash.name, &mut applied),
+                    _ => applied.evicted += u32::from(book.store_aside(hash.name, stored) == Storing::Refused),
+                }
             }
         }
         self.books[slot.index()] = Some(book);

@@ -114,6 +114,8 @@ pub struct EndpointKv {
     replay: AtomicU8,
     /// The last sequence number and when it was applied.
     last: Mutex<Option<(EventSeq, Instant)>>,
+    /// Microseconds from the making of the last batch to its arrival here.
+    lag_micros: AtomicU64,
     /// What befell its event stream.
     pub counters: Counters,
 }
@@ -131,8 +133,19 @@ impl EndpointKv {
             connected: AtomicBool::new(false),
             replay: AtomicU8::new(ReplayState::Pending as u8),
             last: Mutex::new(None),
+            lag_micros: AtomicU64::new(0),
             counters: Counters::default(),
         }
+    }
+
+    /// Notes how long the last batch was under way.
+    pub fn set_lag(&self, lag: Duration) {
+        self.lag_micros.store(u64::try_from(lag.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// How long the last batch was under way, by the engine's clock and ours; a replayed one was for long.
+    pub fn lag(&self) -> Duration {
+        Duration::from_micros(self.lag_micros.load(Ordering::Relaxed))
     }
 
     /// The index that holds its blocks.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
+use serde_json::Value;
 
 use crate::fleet::{Admin, Breaker, Condition, Probe};
 
@@ -12,6 +13,19 @@ use crate::fleet::{Admin, Breaker, Condition, Probe};
 /// removed endpoint's number is never given to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointId(pub u32);
+
+/// A model as an engine's `GET /v1/models` lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedModel {
+    /// The name that clients send.
+    pub id: String,
+    /// The base model, where this one is an adapter.
+    ///
+    /// Source: vLLM lists an adapter as a model whose `parent` is its base model.
+    pub parent: Option<String>,
+    /// The engine's whole entry.
+    pub card: Value,
+}
 
 /// An endpoint's moving parts, shared by every version of its rule that lists it.
 #[derive(Debug)]
@@ -26,8 +40,7 @@ pub struct Meters {
     requests: AtomicU64,
     bytes: AtomicU64,
     addresses: ArcSwap<Vec<SocketAddr>>,
-    adapters: ArcSwap<Vec<String>>,
-    models: ArcSwap<Vec<String>>,
+    models: ArcSwap<Vec<ListedModel>>,
 }
 
 impl Meters {
@@ -43,7 +56,6 @@ impl Meters {
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             addresses: ArcSwap::default(),
-            adapters: ArcSwap::default(),
             models: ArcSwap::default(),
         }
     }
@@ -125,20 +137,14 @@ impl Meters {
         }
     }
 
-    /// LoRA adapters that the engine lists.
-    pub fn adapters(&self) -> Arc<Vec<String>> {
-        self.adapters.load_full()
-    }
-
     /// Models that the engine lists, adapters included.
-    pub fn models(&self) -> Arc<Vec<String>> {
+    pub fn models(&self) -> Arc<Vec<ListedModel>> {
         self.models.load_full()
     }
 
     /// Learns what the engine serves.
-    pub fn set_models(&self, models: Vec<String>, adapters: Vec<String>) {
+    pub fn set_models(&self, models: Vec<ListedModel>) {
         self.models.store(Arc::new(models));
-        self.adapters.store(Arc::new(adapters));
     }
 }
 

@@ -6,6 +6,7 @@
 pub mod index;
 pub mod kv;
 mod live;
+mod reach;
 mod retry;
 mod scrape;
 mod table;
@@ -14,15 +15,16 @@ mod tokenizers;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-pub use live::{EndpointId, InFlight, Meters};
+pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
-pub use scrape::scrape;
-pub use table::{Endpoint, Service, Table, Unserved};
+pub use scrape::page;
+pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;
@@ -32,6 +34,7 @@ use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
 use crate::router;
 use crate::telemetry::Metrics;
+use reach::Reach;
 
 /// What of the process's configuration the services are made with.
 #[derive(Clone, Debug)]
@@ -47,8 +50,10 @@ pub struct Config {
     /// `LOXILB_KV_MAX_BLOCKS`: names kept per endpoint and rank. `None`: four times what the engine has, at most 10
     /// million.
     pub max_blocks: Option<usize>,
-    /// At most this many tokens of a prompt are named: the document's models end below it.
+    /// At most this many tokens of a prompt are named: few models take more.
     pub max_tokens: usize,
+    /// Where block names fall in the index is nobody's business: a random number.
+    pub index_seed: u64,
 }
 
 impl Default for Config {
@@ -60,6 +65,7 @@ impl Default for Config {
             min_match_tokens: 16,
             max_blocks: None,
             max_tokens: 262_144,
+            index_seed: 0,
         }
     }
 }
@@ -76,8 +82,10 @@ pub struct State {
     publishing: Mutex<()>,
     rules_changed: watch::Sender<u64>,
     conditions_changed: watch::Sender<u64>,
+    reach: Reach,
     next_endpoint: AtomicU32,
     degraded: Mutex<HashMap<&'static str, String>>,
+    scraping: Mutex<()>,
 }
 
 impl State {
@@ -91,8 +99,10 @@ impl State {
             publishing: Mutex::new(()),
             rules_changed: watch::Sender::new(0),
             conditions_changed: watch::Sender::new(0),
+            reach: Reach::default(),
             next_endpoint: AtomicU32::new(0),
             degraded: Mutex::default(),
+            scraping: Mutex::new(()),
         }
     }
 
@@ -116,6 +126,19 @@ impl State {
         drop(publishing);
         self.rules_changed.send_modify(|version| *version += 1);
         self.conditions_changed();
+    }
+
+    /// Says that the datapath takes requests by this version of the rules, as [`State::watch_rules`] numbers them; `None`
+    /// when it has ended.
+    pub fn datapath_serves(&self, version: Option<u64>) {
+        self.reach.serves(version);
+    }
+
+    /// Blocks until the datapath takes requests by the rules in force, for `limit` at most; not at all while there is no
+    /// datapath. Says whether it does.
+    pub fn wait_for_datapath(&self, limit: Duration) -> bool {
+        let version = *self.rules_changed.borrow();
+        self.reach.wait_for(version, limit)
     }
 
     /// Tells of every change of the rules.
@@ -207,7 +230,11 @@ impl State {
     }
 
     fn index_config(&self) -> index::IndexConfig {
-        index::IndexConfig { max_blocks: self.config.max_blocks, ..index::IndexConfig::default() }
+        index::IndexConfig {
+            max_blocks: self.config.max_blocks,
+            seed: self.config.index_seed,
+            ..index::IndexConfig::default()
+        }
     }
 }
 

@@ -1,18 +1,39 @@
 //! Gauges of live state, set when a metrics page is made: a series goes when its rule goes.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use prometheus::core::Collector as _;
+
 use super::kv::EndpointKv;
-use super::{Endpoint, Service, State};
+use super::{Endpoint, Service, State, Table};
 use crate::clock;
 use crate::contract::attest::Contract;
+use crate::router::Reason;
 use crate::telemetry::Metrics;
 
-/// Sets every gauge that shows what `state` holds now.
-pub fn scrape(state: &State) {
+/// The metrics page, with every gauge set to what `state` holds now; `more` sets those that show something else. One page
+/// is made at a time: what is read from live state is set anew for each, and two at once would count it twice.
+///
+/// # Errors
+/// When a family cannot be encoded.
+pub fn page(state: &State, more: impl FnOnce(&Metrics)) -> Result<String, prometheus::Error> {
+    let _one_at_a_time = state.scraping.lock();
+    set(state);
+    more(&state.metrics);
+    state.metrics.render()
+}
+
+fn set(state: &State) {
     let metrics = &state.metrics;
     forget(metrics);
-    for service in state.table().services() {
+    // A counter that is not there until it moves hides its first step from `increase()`.
+    for reason in Reason::ALL {
+        metrics.miss_reasons.with_label_values(&[reason.label()]);
+    }
+    let table = state.table();
+    forget_requests(metrics, &table);
+    for service in table.services() {
         for (position, endpoint) in service.endpoints.iter().enumerate() {
             show(metrics, service, position, endpoint);
         }
@@ -29,10 +50,28 @@ fn forget(metrics: &Metrics) {
     metrics.contract.reset();
     metrics.degraded.reset();
     metrics.event_age_seconds.reset();
+    metrics.event_lag_seconds.reset();
     for family in
         [&metrics.subscriber_reconnects, &metrics.subscriber_recv_errors, &metrics.cap_evictions, &metrics.event_stream]
     {
         family.reset();
+    }
+}
+
+/// Requests are counted as they end, which may be after their rule went: its series go here.
+fn forget_requests(metrics: &Metrics, table: &Table) {
+    let in_force: BTreeSet<String> = table.services().iter().map(|service| service.rule().id.to_string()).collect();
+    for family in metrics.requests.collect() {
+        for series in family.get_metric() {
+            let label = |name: &str| {
+                series.get_label().iter().find(|label| label.name() == name).map_or("", |label| label.value())
+            };
+            let (service, class) = (label("service"), label("class"));
+            // Gone already is as good.
+            if !in_force.contains(service) && metrics.requests.remove_label_values(&[service, class]).is_err() {
+                tracing::debug!(service, class, "no such series");
+            }
+        }
     }
 }
 
@@ -42,6 +81,7 @@ fn show(metrics: &Metrics, service: &Service, position: usize, endpoint: &Endpoi
     metrics.endpoint_load.with_label_values(&labels).set(endpoint.meters.load().into());
     metrics.endpoint_eligible.with_label_values(&labels).set(endpoint.condition().eligible().into());
     if let Some(kv) = &endpoint.kv {
+        metrics.hits.with_label_values(&[ep_idx.as_str()]);
         show_kv(metrics, labels, &endpoint.spec.key.to_string(), kv);
     }
 }
@@ -51,6 +91,7 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
     metrics.blocks.with_label_values(&labels).set(i64::try_from(status.blocks).unwrap_or(i64::MAX));
     if let Some(age) = status.last_event_age {
         metrics.event_age_seconds.with_label_values(&labels).set(age.as_secs_f64());
+        metrics.event_lag_seconds.with_label_values(&labels).set(kv.lag().as_secs_f64());
     }
     show_contract(metrics, labels, &status.contract);
     let of_socket = [labels[0], place];

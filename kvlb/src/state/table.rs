@@ -1,12 +1,13 @@
 //! The rules in force, made ready, with the moving parts of their endpoints.
 
-use std::net::{IpAddr, SocketAddr};
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::index::Index;
 use super::kv::EndpointKv;
-use super::live::Meters;
+use super::live::{ListedModel, Meters};
 use super::retry::RetryBudget;
 use crate::contract::KeyEra;
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
@@ -18,6 +19,8 @@ use crate::router::{self, Lookup, Overlap, View};
 pub struct Table {
     /// Services by rule number, oldest first.
     services: Vec<Arc<Service>>,
+    /// The same by VIP address: a request looks only at rules of its own.
+    by_address: HashMap<IpAddr, Vec<Arc<Service>>>,
 }
 
 /// A rule made ready, and what changes while its traffic flows.
@@ -63,7 +66,11 @@ pub enum Unserved {
 impl Table {
     pub(super) fn new(mut services: Vec<Arc<Service>>) -> Self {
         services.sort_by_key(|service| service.rule().id);
-        Self { services }
+        let mut by_address: HashMap<IpAddr, Vec<Arc<Service>>> = HashMap::new();
+        for service in &services {
+            by_address.entry(service.rule().key.vip.to_canonical()).or_default().push(Arc::clone(service));
+        }
+        Self { services, by_address }
     }
 
     /// Every service, oldest rule first.
@@ -76,13 +83,22 @@ impl Table {
         self.services.iter().find(|service| service.rule().id == id)
     }
 
-    /// The services on one VIP address and port, oldest first.
+    /// The services on one VIP address and port, oldest first; those on every address come last.
     pub fn at(&self, vip: SocketAddr) -> impl Iterator<Item = &Arc<Service>> {
         let address = vip.ip().to_canonical();
-        self.services.iter().filter(move |service| {
-            let key = &service.rule().key;
-            (key.vip == address || key.vip.is_unspecified()) && key.ports.contains(vip.port())
-        })
+        let everywhere = match address {
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        };
+        let on = |address: IpAddr| self.by_address.get(&address).into_iter().flatten();
+        on(address).chain(on(everywhere)).filter(move |service| service.rule().key.ports.contains(vip.port()))
+    }
+
+    /// The services that requests for no model in particular are meant for, by host and path.
+    pub fn meant(&self, vip: SocketAddr, lookup: &Lookup<'_>) -> Vec<Arc<Service>> {
+        let any_model = Lookup { model: None, ..*lookup };
+        let meant = |service: &&Arc<Service>| router::rank(service.rule(), &any_model, |_| false).is_some();
+        self.at(vip).filter(meant).cloned().collect()
     }
 
     /// The service for a request that came to `vip`; of equals the oldest rule.
@@ -133,9 +149,22 @@ impl Service {
         self.choices.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Whether an engine of this rule lists `model` as an adapter.
+    /// Whether an engine of this rule lists `model` as an adapter of the rule's model.
     pub fn lists_adapter(&self, model: &str) -> bool {
-        self.endpoints.iter().any(|endpoint| endpoint.meters.adapters().iter().any(|adapter| adapter == model))
+        let is_it = |listed: &ListedModel| listed.parent.is_some() && listed.id == model && self.serves(listed);
+        self.endpoints.iter().any(|endpoint| endpoint.meters.models().iter().any(is_it))
+    }
+
+    /// The longest prompt that every endpoint takes, in tokens, where one has said.
+    pub fn max_model_len(&self) -> Option<usize> {
+        let told = |listed: &ListedModel| usize::try_from(listed.card["max_model_len"].as_u64()?).ok();
+        self.endpoints.iter().filter_map(|endpoint| endpoint.meters.models().iter().filter_map(told).min()).min()
+    }
+
+    /// Whether requests for a model that an engine lists come to this rule: its own, and adapters of it.
+    fn serves(&self, listed: &ListedModel) -> bool {
+        let own = self.rule().key.model.as_ref();
+        own.is_none_or(|own| listed.id == *own || listed.parent.as_ref() == Some(own))
     }
 
     /// The way in which extra keys enter block names, as the endpoints' events show it.
@@ -212,11 +241,29 @@ impl View for Service {
     }
 }
 
+/// A service as seen by somebody who takes no turn: who only looks, and a request that has had its turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Onlooker<'a>(pub &'a Service);
+
+impl View for Onlooker<'_> {
+    fn candidates(&self) -> Vec<Candidate> {
+        self.0.candidates()
+    }
+
+    fn overlaps(&self, names: &[crate::contract::BlockHash], overlaps: &mut [Overlap]) {
+        self.0.overlaps(names, overlaps);
+    }
+
+    fn turn(&self) -> u64 {
+        self.0.turns.load(Ordering::Relaxed)
+    }
+}
+
 /// Whether a rule listens to the events of an endpoint with this role.
-pub(super) fn subscribes(rule: &Rule, role: Role) -> bool {
+pub(super) fn subscribes(rule: &Rule, part: Role) -> bool {
     match rule.kv.mode {
         ExactMode::Off => false,
-        ExactMode::PrefillDecode => role == Role::Prefill,
+        ExactMode::PrefillDecode => part == Role::Prefill,
         ExactMode::SinglePool => true,
     }
 }

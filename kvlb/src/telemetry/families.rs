@@ -131,7 +131,9 @@ families! {
     endpoint_eligible: gauges("kvlb_endpoint_eligible", ["service", "ep_idx"]);
     /// The contract with an endpoint, as the events prove it: 1 for the state and leg that hold now.
     contract: gauges("kvlb_contract_state", ["service", "ep_idx", "state", "leg"]);
-    /// Seconds since the last event batch of an endpoint was made, by its own clock.
+    /// Seconds from the making of an endpoint's last event batch to its arrival here, by both clocks.
+    event_lag_seconds: floats("kvlb_event_lag_seconds", ["service", "ep_idx"]);
+    /// Seconds since the last event batch of an endpoint was applied.
     event_age_seconds: floats("kvlb_event_age_seconds", ["service", "ep_idx"]);
     /// What happened on an endpoint's event stream.
     event_stream: counters("kvlb_event_stream_total", ["service", "ep_idx", "what"]);

@@ -115,34 +115,41 @@ impl Rebuilt {
         }
     }
 
-    /// `file`, a parsed `tokenizer.json`, with the pipeline of the class; its added tokens are left out.
+    /// Gives `file`, a parsed `tokenizer.json`, the pipeline of the class, and takes its added tokens away.
     ///
-    /// `None` when its model is none that the class can take.
-    pub(super) fn rebuild(self, file: &Value, config: &TokenizerConfig) -> Option<Value> {
-        let mut file = file.clone();
+    /// Says whether the pipeline was the same before. `None`, and no change, when the model is none that the class can take.
+    pub(super) fn rebuild(self, file: &mut Value, config: &TokenizerConfig) -> Option<bool> {
         let is_bpe = file.pointer("/model/type").is_none_or(|kind| kind == "BPE");
         let has_parts =
             file.pointer("/model/vocab").is_some_and(Value::is_object) && file.pointer("/model/merges").is_some();
         if !is_bpe || !has_parts {
             return None;
         }
+        let before = essence(file);
         file["normalizer"] = self.normalizer();
         file["pre_tokenizer"] = self.pre_tokenizer(config);
         file["added_tokens"] = json!([]);
+        // What is baked in as truncation and padding is off unless a request asks for it.
+        file["truncation"] = Value::Null;
+        file["padding"] = Value::Null;
+        for (name, flag) in self.flags(config) {
+            file["model"][name] = flag;
+        }
+        Some(before == essence(file))
+    }
+
+    fn flags(self, config: &TokenizerConfig) -> [(&'static str, Value); 8] {
         let byte_fallback = matches!(self, Self::Gemma | Self::Llama);
-        let flags = json!({
-            "type": "BPE",
-            "dropout": null,
-            "unk_token": self.unk_token(config),
-            "continuing_subword_prefix": null,
-            "end_of_word_suffix": null,
-            "fuse_unk": byte_fallback,
-            "byte_fallback": byte_fallback,
-            "ignore_merges": false,
-        });
-        let (Some(model), Value::Object(flags)) = (file["model"].as_object_mut(), flags) else { return None };
-        model.extend(flags);
-        Some(file)
+        [
+            ("type", "BPE".into()),
+            ("dropout", Value::Null),
+            ("unk_token", self.unk_token(config)),
+            ("continuing_subword_prefix", Value::Null),
+            ("end_of_word_suffix", Value::Null),
+            ("fuse_unk", byte_fallback.into()),
+            ("byte_fallback", byte_fallback.into()),
+            ("ignore_merges", false.into()),
+        ]
     }
 
     fn normalizer(self) -> Value {
@@ -193,33 +200,23 @@ fn prepend_scheme(config: &TokenizerConfig) -> &'static str {
     }
 }
 
-/// Whether two tokenizer files make the same tokens of every text: all is equal but what has no influence on ids.
-pub(super) fn same_tokens(left: &Value, right: &Value) -> bool {
-    let same = |key: &str| {
-        let part = |file: &Value| without_offsets(file.get(key).cloned().unwrap_or(Value::Null));
-        part(left) == part(right)
-    };
-    let same_flag = |key: &str| {
-        let flag = |file: &Value| {
-            let flag = file.get("model").and_then(|model| model.get(key)).cloned().unwrap_or(Value::Null);
-            // An absent flag is off, and an empty prefix is none.
-            if flag == json!(false) || flag == json!("") { Value::Null } else { flag }
-        };
-        flag(left) == flag(right)
-    };
-    same("normalizer")
-        && same("pre_tokenizer")
-        && [
-            "dropout",
-            "unk_token",
-            "continuing_subword_prefix",
-            "end_of_word_suffix",
-            "fuse_unk",
-            "byte_fallback",
-            "ignore_merges",
-        ]
-        .into_iter()
-        .all(same_flag)
+/// What of a tokenizer file decides ids besides its vocabulary: its pipeline, and the flags of its model that are on.
+fn essence(file: &Value) -> (Value, Value, Vec<(&'static str, Value)>) {
+    const FLAGS: [&str; 7] = [
+        "dropout",
+        "unk_token",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "fuse_unk",
+        "byte_fallback",
+        "ignore_merges",
+    ];
+    let part = |key: &str| without_offsets(file.get(key).cloned().unwrap_or(Value::Null));
+    // An absent flag is off, and an empty prefix is none.
+    let is_on = |flag: &Value| !matches!(flag, Value::Null | Value::Bool(false)) && flag != "";
+    let flags =
+        FLAGS.iter().filter_map(|name| Some((*name, file["model"].get(name).filter(|flag| is_on(flag))?.clone())));
+    (part("normalizer"), part("pre_tokenizer"), flags.collect())
 }
 
 /// Offsets say where in the text a token was; they change no id.
@@ -270,14 +267,15 @@ mod tests {
 
     #[test]
     fn a_rebuilt_file_keeps_its_vocabulary_and_loses_its_pipeline() {
-        let file = json!({"normalizer": {"type": "NFKC"}, "pre_tokenizer": null, "added_tokens": [{"id": 0}],
+        let mut file = json!({"normalizer": {"type": "NFKC"}, "pre_tokenizer": null, "added_tokens": [{"id": 0}],
             "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "ignore_merges": true}});
-        let rebuilt = Rebuilt::Qwen2.rebuild(&file, &TokenizerConfig::default()).unwrap();
-        assert_eq!(rebuilt["model"]["vocab"], json!({"a": 0}));
-        assert_eq!(rebuilt["normalizer"], json!({"type": "NFC"}));
-        assert!(!same_tokens(&file, &rebuilt));
-        assert!(same_tokens(&rebuilt, &Rebuilt::Qwen2.rebuild(&rebuilt, &TokenizerConfig::default()).unwrap()));
-        let unigram = json!({"model": {"type": "Unigram", "vocab": []}});
-        assert!(Rebuilt::Llama.rebuild(&unigram, &TokenizerConfig::default()).is_none());
+        assert_eq!(Rebuilt::Qwen2.rebuild(&mut file, &TokenizerConfig::default()), Some(false));
+        assert_eq!(file["model"]["vocab"], json!({"a": 0}));
+        assert_eq!(file["normalizer"], json!({"type": "NFC"}));
+        assert_eq!(Rebuilt::Qwen2.rebuild(&mut file, &TokenizerConfig::default()), Some(true));
+        assert_eq!(
+            Rebuilt::Llama.rebuild(&mut json!({"model": {"type": "Unigram"}}), &TokenizerConfig::default()),
+            None
+        );
     }
 }

@@ -22,8 +22,11 @@ pub(super) struct Turn<'m> {
 #[derive(Debug)]
 enum Content<'m> {
     Text(Cow<'m, str>),
-    Parts(Vec<(Cow<'m, str>, &'m [(String, Json)])>),
+    Parts(Vec<ShownPart<'m>>),
 }
+
+/// A part's text, and its keys that no API knows.
+type ShownPart<'m> = (Cow<'m, str>, &'m [(String, Json)]);
 
 /// The turns of `messages` in the form that the template takes.
 ///
@@ -128,7 +131,7 @@ impl Content<'_> {
     }
 }
 
-fn part_value((text, extra): &(Cow<'_, str>, &[(String, Json)])) -> Option<Value> {
+fn part_value((text, extra): &ShownPart<'_>) -> Option<Value> {
     let mut dict = Dict::default();
     dict.push("type", "text");
     dict.push("text", &**text);

@@ -101,7 +101,7 @@ pub enum LoadError {
 /// A model's tokenizer and chat templates.
 #[derive(Debug)]
 pub struct Tokenizer {
-    tokenizer: tokenizers::Tokenizer,
+    vocabulary: tokenizers::Tokenizer,
     special: SpecialTokens,
     templates: Vec<(String, Result<Template, Broken>)>,
     text_doubt: Option<Miss>,
@@ -155,7 +155,7 @@ impl Tokenizer {
             pipeline.doubt
         };
         Ok(Self {
-            tokenizer: pipeline.tokenizer,
+            vocabulary: pipeline.tokenizer,
             special: pipeline.special,
             templates: templates(files, config.as_ref()),
             text_doubt: pipeline.doubt,
@@ -268,26 +268,29 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str, special: bool) -> Result<Vec<TokenId>, Miss> {
-        let encoding = self.tokenizer.encode_fast(text, special).map_err(|_failed| Miss::Encode)?;
+        let encoding = self.vocabulary.encode_fast(text, special).map_err(|_failed| Miss::Encode)?;
         Ok(encoding.get_ids().iter().copied().map(TokenId).collect())
     }
 
     /// The last tokens of `text`, `keep` together with the special ones around them.
     fn encode_tail(&self, text: &str, special: bool, keep: usize) -> Result<Vec<TokenId>, Miss> {
-        let with = self.ids(text, special)?;
-        if with.len() <= keep {
-            return Ok(with);
-        }
-        if !special {
-            return Ok(cut(with, Some(keep), Some(Side::Left)));
-        }
+        let (before, after) = if special { self.special_around()? } else { (Vec::new(), Vec::new()) };
         let bare = self.ids(text, false)?;
-        let added = with.len() - bare.len();
-        // The special tokens stand where the bare ones do not.
-        let before = (0..=added).find(|start| with[*start..].starts_with(&bare)).ok_or(Miss::Truncate)?;
-        let room = keep.checked_sub(added).filter(|room| *room > 0).ok_or(Miss::Truncate)?;
-        let tail = &bare[bare.len() - room..];
-        Ok([&with[..before], tail, &with[before + bare.len()..]].concat())
+        let added = before.len() + after.len();
+        let room = if bare.len() + added <= keep {
+            bare.len()
+        } else {
+            keep.checked_sub(added).filter(|room| *room > 0).ok_or(Miss::Truncate)?
+        };
+        Ok([before.as_slice(), &bare[bare.len() - room..], &after].concat())
+    }
+
+    /// The special tokens that the post-processor puts before and after text, read off a short one.
+    fn special_around(&self) -> Result<(Vec<TokenId>, Vec<TokenId>), Miss> {
+        const PROBE: &str = "a";
+        let (with, bare) = (self.ids(PROBE, true)?, self.ids(PROBE, false)?);
+        let start = with.windows(bare.len().max(1)).position(|window| window == bare).ok_or(Miss::Truncate)?;
+        Ok((with[..start].to_vec(), with[start + bare.len()..].to_vec()))
     }
 }
 
@@ -329,3 +332,6 @@ fn cut(mut ids: Vec<TokenId>, keep: Option<usize>, side: Option<Side>) -> Vec<To
         Some(Side::Left) | None => ids.split_off(ids.len() - keep),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -33,8 +33,8 @@ pub(super) fn build(
     let (tokenizer, special, doubt) = match class {
         Class::File => (as_file(file, config)?, config.special_tokens(&[]), None),
         Class::Unknown => (as_file(file, config)?, config.special_tokens(&[]), Some(Miss::TokenizerClass)),
-        Class::Rebuilt(rebuilt) => as_class(file, config, rebuilt, false)?,
-        Class::PerhapsRebuilt(rebuilt) => as_class(file, config, rebuilt, true)?,
+        Class::Rebuilt(class) => as_class(file, config, class, false)?,
+        Class::PerhapsRebuilt(class) => as_class(file, config, class, true)?,
     };
     Ok(Pipeline { tokenizer, special, doubt })
 }
@@ -48,18 +48,15 @@ fn as_file(file: &[u8], config: &TokenizerConfig) -> Result<Tokenizer, LoadError
 }
 
 fn as_class(file: &[u8], config: &TokenizerConfig, rebuilt: class::Rebuilt, perhaps: bool) -> Result<Built, LoadError> {
-    let parsed: Value = serde_json::from_slice(file).map_err(|error| LoadError::Tokenizer(error.into()))?;
+    let mut parsed: Value = serde_json::from_slice(file).map_err(|error| LoadError::Tokenizer(error.into()))?;
     let special = config.special_tokens(rebuilt.default_tokens());
-    let Some(mut changed) = rebuilt.rebuild(&parsed, config) else {
+    let tokens = if config.added_tokens_decoder.is_some() { config_tokens(config) } else { file_tokens(&parsed) };
+    let Some(same) = rebuilt.rebuild(&mut parsed, config) else {
         return Ok((as_file(file, config)?, special, Some(Miss::TokenizerClass)));
     };
-    let doubt = (perhaps && !class::same_tokens(&parsed, &changed)).then_some(Miss::TokenizerClass);
-    // What is baked into the file as truncation and padding is off unless a request asks for it.
-    changed["truncation"] = Value::Null;
-    changed["padding"] = Value::Null;
+    let doubt = (perhaps && !same).then_some(Miss::TokenizerClass);
     let mut tokenizer: Tokenizer =
-        serde_json::from_value(changed).map_err(|error| LoadError::Tokenizer(error.into()))?;
-    let tokens = if config.added_tokens_decoder.is_some() { config_tokens(config) } else { file_tokens(&parsed) };
+        serde_json::from_value(parsed).map_err(|error| LoadError::Tokenizer(error.into()))?;
     add_tokens(&mut tokenizer, tokens, config, &special)?;
     Ok((settle(tokenizer, config)?, special, doubt))
 }

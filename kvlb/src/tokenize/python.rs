@@ -11,7 +11,7 @@ use minijinja::{Environment, Error, ErrorKind, Output, State, Value, escape_form
 use minijinja_contrib::pycompat;
 
 use super::date::WallTime;
-use super::value::{Style, dumps, number};
+use super::value::{Style, dumps, number, repr, view};
 
 /// The variable through which [`WallTime`] reaches `strftime_now`. No template can name it.
 pub(super) const NOW: &str = " now";
@@ -134,21 +134,22 @@ fn strftime_now(state: &State, format: &str) -> Result<String, Error> {
 }
 
 fn range(first: i64, second: Option<i64>, step: Option<i64>) -> Result<Value, Error> {
-    let (start, stop) = second.map_or((0, first), |stop| (first, stop));
+    let (from, to) = second.map_or((0, first), |second| (first, second));
     let step = step.unwrap_or(1);
     let length = match step {
         0 => return Err(refused("a range with step 0")),
-        1.. => (i128::from(stop) - i128::from(start) + i128::from(step) - 1) / i128::from(step),
-        _ => (i128::from(stop) - i128::from(start) + i128::from(step) + 1) / i128::from(step),
+        1.. => (i128::from(to) - i128::from(from) + i128::from(step) - 1) / i128::from(step),
+        _ => (i128::from(to) - i128::from(from) + i128::from(step) + 1) / i128::from(step),
     };
     if length > i128::from(MAX_RANGE) {
         return Err(refused("a range this long"));
     }
-    let items = std::iter::successors(Some(start), |item| item.checked_add(step));
-    Ok(items.take(usize::try_from(length).unwrap_or(0)).collect::<Vec<_>>().into())
+    let items = std::iter::successors(Some(from), |item| item.checked_add(step));
+    Ok(view(items.take(usize::try_from(length).unwrap_or(0)).map(Value::from).collect()))
 }
 
-fn tojson(value: &Value, indent: Option<Value>, kwargs: Kwargs) -> Result<Value, Error> {
+#[expect(clippy::needless_pass_by_value, reason = "filters get their named arguments by value")]
+fn tojson(value: &Value, indent: Option<&Value>, kwargs: Kwargs) -> Result<Value, Error> {
     if indent.is_some() {
         // Its second place is `ensure_ascii`, its name `indent`: nobody writes the former by place.
         return Err(refused("tojson with arguments by place"));
@@ -178,8 +179,8 @@ fn separators(pair: &Value) -> Result<(String, String), Error> {
     }
 }
 
-fn trim(value: &Value, chars: Option<Value>) -> Result<Value, Error> {
-    Ok(strip(&string(value)?, chars.as_ref(), true, true)?.into())
+fn trim(value: &Value, chars: Option<&Value>) -> Result<Value, Error> {
+    Ok(strip(&string(value)?, chars, true, true)?.into())
 }
 
 /// `str.strip` and its one-sided kin.
@@ -213,11 +214,12 @@ fn string(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Number => number(value),
         ValueKind::Undefined | ValueKind::None | ValueKind::Bool | ValueKind::String => Ok(value.to_string()),
-        kind => Err(refused(&format!("a {kind} as text"))),
+        kind => repr(value).ok_or_else(|| refused(&format!("a {kind} as text"))),
     }
 }
 
 /// The value, or another one where it is undefined; with `boolean` also where it is empty or false.
+#[expect(clippy::needless_pass_by_value, reason = "filters get their named arguments by value")]
 fn default(value: &Value, other: Option<Value>, boolean: Option<bool>, kwargs: Kwargs) -> Result<Value, Error> {
     let boolean = boolean.or(kwargs.get("boolean")?).unwrap_or(false);
     let other = other.or(kwargs.get("default_value")?);
@@ -292,8 +294,8 @@ fn last(value: &Value) -> Result<Value, Error> {
 
 fn items(value: &Value) -> Result<Value, Error> {
     match value.kind() {
-        ValueKind::Undefined => Ok(Vec::<Value>::new().into()),
-        ValueKind::Map => pairs(value).map(Value::from),
+        ValueKind::Undefined => Ok(view(Vec::new())),
+        ValueKind::Map => pairs(value).map(view),
         _ => Err(refused("the items of what is not a mapping")),
     }
 }
@@ -358,7 +360,7 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
         ValueKind::Map => match method {
             "items" => {
                 let () = from_args(args)?;
-                pairs(value).map(Value::from)
+                pairs(value).map(view)
             }
             "keys" | "values" | "get" => pycompat::unknown_method_callback(state, value, method, args),
             _ => Err(Error::from(ErrorKind::UnknownMethod)),

@@ -97,9 +97,9 @@ impl<'t, 's> Nodes<'t, 's> {
         for each in &self.loops {
             let over_content = messages.iter().any(|name| is_name_or_elements(&each.iter, name, Some("content")));
             let over_parameter = || {
-                self.macro_loops.iter().filter(|(inner, _)| std::ptr::eq(*inner, *each)).next_back().is_some_and(
-                    |(_, makro)| self.content_parameters(makro, &messages).iter().any(|name| is_name(&each.iter, name)),
-                )
+                self.macro_loops.iter().rfind(|(inner, _)| std::ptr::eq(*inner, *each)).is_some_and(|(_, makro)| {
+                    self.content_parameters(makro, &messages).iter().any(|name| is_name(&each.iter, name))
+                })
             };
             let in_macro = || self.macro_loops.iter().any(|(inner, _)| std::ptr::eq(*inner, *each));
             if over_content || over_parameter() || (!in_macro() && is_name(&each.iter, "content")) {

@@ -71,9 +71,9 @@ impl Template {
 
     fn fill(&self, variables: Dict) -> Result<String, Miss> {
         let template = self.environment.get_template(NAME).map_err(|error| why(&error))?;
-        let (text, printed) = value::watching_containers(|| template.render(Value::from(variables)));
+        let (text, unknown) = value::watching_prints(|| template.render(Value::from(variables)));
         match text {
-            Ok(_) if printed => Err(Miss::Template),
+            Ok(_) if unknown => Err(Miss::Template),
             Ok(text) => Ok(text),
             Err(error) => Err(why(&error)),
         }

@@ -10,18 +10,18 @@ use minijinja::{Error, ErrorKind, Value};
 use crate::openai::Json;
 
 thread_local! {
-    /// Whether a list or an object has printed itself during the rendering that runs on this thread.
+    /// Whether a value whose Python notation is not known has printed itself during the rendering on this thread.
     ///
-    /// Python prints its own notation where a template glues a container to text. Nothing here imitates it, and the place
-    /// where it happens cannot report an error; so it is noted, and the rendering is refused.
-    static PRINTED: Cell<bool> = const { Cell::new(false) };
+    /// The place where a template glues a value to text cannot report an error; so it is noted, and the rendering is
+    /// refused.
+    static UNKNOWN_PRINTED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `render`, and says whether a container printed itself meanwhile.
-pub(super) fn watching_containers<T>(render: impl FnOnce() -> T) -> (T, bool) {
-    PRINTED.set(false);
+/// Runs `render`, and says whether a value printed itself meanwhile whose notation is not known.
+pub(super) fn watching_prints<T>(render: impl FnOnce() -> T) -> (T, bool) {
+    UNKNOWN_PRINTED.set(false);
     let rendered = render();
-    (rendered, PRINTED.get())
+    (rendered, UNKNOWN_PRINTED.get())
 }
 
 /// The value of `json`; `None` where Python and the template engine print a number differently.
@@ -73,8 +73,34 @@ impl Object for List {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        PRINTED.set(true);
-        f.write_str("container")
+        print(&Value::from_dyn_object(Arc::clone(self)), f)
+    }
+}
+
+/// Values that can be looped over, and that print as something else than a list.
+pub(super) fn view(items: Vec<Value>) -> Value {
+    Value::from_object(View(items))
+}
+
+#[derive(Debug)]
+struct View(Vec<Value>);
+
+impl Object for View {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.0.get(key.as_usize()?).cloned()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(self.0.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        UNKNOWN_PRINTED.set(true);
+        f.write_str("view")
     }
 }
 
@@ -126,8 +152,7 @@ impl Object for Dict {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        PRINTED.set(true);
-        f.write_str("container")
+        print(&Value::from_dyn_object(Arc::clone(self)), f)
     }
 }
 
@@ -147,7 +172,7 @@ impl Object for Method {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        PRINTED.set(true);
+        UNKNOWN_PRINTED.set(true);
         f.write_str("method")
     }
 }
@@ -288,6 +313,84 @@ impl Writer<'_> {
     }
 }
 
+fn print(value: &Value, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let text = repr(value);
+    UNKNOWN_PRINTED.set(UNKNOWN_PRINTED.get() || text.is_none());
+    f.write_str(text.as_deref().unwrap_or("unknown"))
+}
+
+/// A list, an object or what is in it as Python's `repr` writes it; `None` where that is not known.
+pub(super) fn repr(value: &Value) -> Option<String> {
+    let mut out = String::new();
+    write_repr(value, &mut out).then_some(out)
+}
+
+/// Appends the notation of `value`; false where it is not known.
+fn write_repr(value: &Value, out: &mut String) -> bool {
+    if let Some(text) = value.as_str() {
+        return write_text_repr(text, out);
+    }
+    if let Some(Dict(entries)) = value.downcast_object_ref() {
+        let entry = |(key, item): &(Arc<str>, Value), out: &mut String| {
+            write_text_repr(key, out) && {
+                out.push_str(": ");
+                write_repr(item, out)
+            }
+        };
+        return write_all(['{', '}'], entries, entry, out);
+    }
+    let items = value.downcast_object_ref::<List>().map(|List(items)| items).or_else(|| value.downcast_object_ref());
+    match (items, value.kind()) {
+        (Some(items), _) => write_all(['[', ']'], items, write_repr, out),
+        (None, ValueKind::None | ValueKind::Bool) => write!(out, "{value}").is_ok(),
+        (None, ValueKind::Number) => number(value).map(|text| out.push_str(&text)).is_ok(),
+        _ => false,
+    }
+}
+
+fn write_all<T>(
+    [open, close]: [char; 2],
+    items: &[T],
+    write: impl Fn(&T, &mut String) -> bool,
+    out: &mut String,
+) -> bool {
+    out.push(open);
+    for (place, item) in items.iter().enumerate() {
+        if place > 0 {
+            out.push_str(", ");
+        }
+        if !write(item, out) {
+            return false;
+        }
+    }
+    out.push(close);
+    true
+}
+
+/// Text in quotes: single ones, unless only double ones do without escapes.
+///
+/// Which characters Python escapes as not printable is known here for ASCII, letters and digits only.
+fn write_text_repr(text: &str, out: &mut String) -> bool {
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    out.push(quote);
+    for char in text.chars() {
+        match char {
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\\' => out.push_str("\\\\"),
+            _ if char == quote => out.extend(['\\', char]),
+            ' '..='~' => out.push(char),
+            // Writing to a string cannot fail.
+            _ if char.is_ascii() => write!(out, "\\x{:02x}", u32::from(char)).unwrap_or_default(),
+            _ if char.is_alphanumeric() => out.push(char),
+            _ => return false,
+        }
+    }
+    out.push(quote);
+    true
+}
+
 /// A number as Python writes it.
 ///
 /// # Errors
@@ -346,10 +449,19 @@ mod tests {
         assert_eq!(write("-0.0", &Style::default()), "-0.0");
     }
 
+    /// The right-hand side is what Python 3.11's `repr` printed.
     #[test]
-    fn a_container_that_prints_itself_is_noticed() {
-        assert!(watching_containers(|| format!("{}", read("[1]"))).1);
-        assert!(watching_containers(|| format!("{}", read("{}"))).1);
-        assert!(!watching_containers(|| dumps(&read("[{}]"), &Style::default())).1);
+    fn lists_and_objects_print_as_python_prints_them() {
+        let given = r#"[1, -2.5, true, null, "a'b", "a\"b", "a'\"b", "é\n\u0001\\", {"k": [], "q'": {}}]"#;
+        let expected = r#"[1, -2.5, True, None, "a'b", 'a"b', 'a\'"b', 'é\n\x01\\', {'k': [], "q'": {}}]"#;
+        assert_eq!(read(given).to_string(), expected);
+    }
+
+    #[test]
+    fn what_prints_in_a_way_that_is_not_known_is_noticed() {
+        assert!(watching_prints(|| format!("{}", read(r#"["😀"]"#))).1);
+        assert!(watching_prints(|| format!("{}", Value::from_object(Method))).1);
+        assert!(!watching_prints(|| dumps(&read("[{}]"), &Style::default())).1);
+        assert!(!watching_prints(|| format!("{}", read(r#"["a"]"#))).1);
     }
 }

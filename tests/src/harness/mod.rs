@@ -4,6 +4,7 @@
 pub mod http;
 pub mod kvlb;
 pub mod netns;
+pub mod stage;
 pub mod upstream;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};

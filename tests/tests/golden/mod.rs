@@ -1,5 +1,7 @@
 //! Reading golden vectors.
 
+#![allow(dead_code, reason = "each test uses what it needs")]
+
 use std::io::Read;
 use std::path::{Path, PathBuf};
 

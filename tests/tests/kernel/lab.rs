@@ -118,7 +118,10 @@ impl Namespace {
     }
 }
 
-/// A child process that runs one ignored test of this file.
+/// Tells a child process of these tests where its pins are; tests that only a child is to run do nothing without it.
+const PINS: &str = "KERNEL_TEST_PINS";
+
+/// A child process that runs one test of this file.
 pub(crate) struct Child {
     process: std::process::Child,
     output: BufReader<ChildStdout>,
@@ -127,9 +130,8 @@ pub(crate) struct Child {
 impl Child {
     /// Starts this test program by `command`, which may end in arguments of another one (`setpriv ...`).
     pub(crate) fn start(mut command: Command, test: &str, pins: &Path) -> Self {
-        command.args(["--exact", test, "--ignored", "--nocapture"]);
-        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        writeln!(process.stdin.take().unwrap(), "{}", pins.display()).unwrap();
+        command.args(["--exact", test, "--nocapture"]).env(PINS, pins);
+        let mut process = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(process.stdout.take().unwrap());
         Self { process, output }
     }
@@ -167,12 +169,10 @@ pub(crate) fn kill_holder(pins: &Path) -> u32 {
     program
 }
 
-/// What [`Child::start`] wrote; nothing when someone else runs the ignored tests.
+/// What [`Child::start`] said; nothing in a run of all tests.
+#[expect(clippy::disallowed_methods, reason = "a test talks to its own child, not to the daemon")]
 pub(crate) fn pin_dir_from_parent() -> Option<PathBuf> {
-    let mut line = String::new();
-    io::stdin().read_line(&mut line).unwrap();
-    let path = line.trim();
-    (!path.is_empty()).then(|| path.into())
+    std::env::var_os(PINS).map(PathBuf::from)
 }
 
 /// Writes a line for the parent, past the test harness.

@@ -449,9 +449,8 @@ fn the_daemon_may_move_it_between_threads() {
     moves::<Kernel>();
 }
 
-/// Loads, serves, and waits to be killed.
+/// As a child process of other tests: loads, serves, and waits to be killed.
 #[test]
-#[ignore = "a child process of other tests"]
 fn child_that_holds() {
     let Some(pin_dir) = lab::pin_dir_from_parent() else { return };
     let mut kernel = Kernel::load(&Config { pin_dir }).unwrap();
@@ -462,9 +461,8 @@ fn child_that_holds() {
     }
 }
 
-/// Says how loading and serving went.
+/// As a child process of other tests: says how loading and serving went.
 #[test]
-#[ignore = "a child process of other tests"]
 fn child_that_loads() {
     let Some(pin_dir) = lab::pin_dir_from_parent() else { return };
     let run = || -> Result<(), Error> {

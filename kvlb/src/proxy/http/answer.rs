@@ -1,5 +1,9 @@
 //! The head of an answer, and the end of its body.
 
+use std::mem::MaybeUninit;
+
+use httparse::ParserConfig;
+
 use super::chunked::{ChunkError, Chunked};
 use super::fields::{Fields, Kind, Lines, Span, content_length, write_field};
 use super::request::HeadScan;
@@ -67,9 +71,10 @@ impl HeadScan {
         if !self.may_be_whole(bytes) {
             return unfinished();
         }
-        let mut storage = [httparse::EMPTY_HEADER; FIELDS_MAX];
-        let mut answer = httparse::Response::new(&mut storage);
-        let length = match answer.parse(bytes) {
+        let mut storage = [const { MaybeUninit::uninit() }; FIELDS_MAX];
+        let mut answer = httparse::Response::new(&mut []);
+        let parsed = ParserConfig::default().parse_response_with_uninit_headers(&mut answer, bytes, &mut storage);
+        let length = match parsed {
             Ok(httparse::Status::Complete(length)) => length,
             Ok(httparse::Status::Partial) => return unfinished(),
             Err(httparse::Error::TooManyHeaders) => return Err(AnswerError::TooLarge),

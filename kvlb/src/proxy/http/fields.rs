@@ -36,6 +36,7 @@ pub(super) enum Kind {
     Host,
     Expect,
     Upgrade,
+    AcceptEncoding,
     ForwardedFor,
     ForwardedProto,
     /// For this connection only.
@@ -54,6 +55,7 @@ impl Kind {
             10 if is("keep-alive") => Self::Hop,
             14 if is("content-length") => Self::ContentLength,
             15 if is("x-forwarded-for") => Self::ForwardedFor,
+            15 if is("accept-encoding") => Self::AcceptEncoding,
             16 if is("proxy-connection") => Self::Hop,
             17 if is("transfer-encoding") => Self::TransferEncoding,
             17 if is("x-forwarded-proto") => Self::ForwardedProto,
@@ -139,7 +141,7 @@ impl<'a> Fields<'a> {
     /// Writes every field that goes on to the other side: none that is for this connection only, none of which `drop`
     /// says that the proxy writes it itself.
     pub(super) fn write_end_to_end(self, out: &mut Vec<u8>, drop: impl Fn(Kind) -> bool) {
-        let mut named: [&[u8]; 8] = [&[]; 8];
+        let mut named: [&[u8]; NAMED_MAX] = [&[]; NAMED_MAX];
         let mut count = 0;
         for name in self.list(Kind::Connection).filter(|name| names_a_field(name)) {
             if let Some(slot) = named.get_mut(count) {
@@ -163,6 +165,9 @@ impl<'a> Fields<'a> {
         }
     }
 }
+
+/// Fields that `Connection` may name; requests that name more are refused.
+pub(super) const NAMED_MAX: usize = 16;
 
 /// Whether a member of `Connection` names a field, and is not one of its own words.
 fn names_a_field(member: &[u8]) -> bool {

@@ -30,6 +30,11 @@ impl Reply {
         Self { status: 200, code: "", content_type: "application/json", extra: String::new(), body }
     }
 
+    /// An endpoint's JSON answer that was read here.
+    pub(in crate::proxy) fn passed_on(status: u16, body: Vec<u8>) -> Self {
+        Self { status, ..Self::json(body) }
+    }
+
     /// The status.
     pub fn status(&self) -> u16 {
         self.status
@@ -71,6 +76,7 @@ fn reason(status: u16) -> &'static str {
     match status {
         200 => "OK",
         400 => "Bad Request",
+        401 => "Unauthorized",
         403 => "Forbidden",
         404 => "Not Found",
         408 => "Request Timeout",

@@ -1,8 +1,9 @@
 //! The head of a request: read, checked, and written anew for an endpoint.
 
-use std::net::IpAddr;
+use std::mem::MaybeUninit;
+use std::net::SocketAddr;
 
-use super::fields::{Fields, Kind, Lines, Span, content_length, write_field};
+use super::fields::{Fields, Kind, Lines, NAMED_MAX, Span, content_length, write_field};
 use super::{FIELDS_MAX, HEAD_MAX, METHOD_MAX, TARGET_MAX};
 
 /// How a request's body is delimited.
@@ -123,7 +124,11 @@ impl Head {
 
     /// The target in origin form: what of it follows the authority.
     pub fn origin_target(&self) -> &str {
-        authority_and_path(self.target()).map_or(self.target(), |(_, path)| if path.is_empty() { "/" } else { path })
+        match authority_and_path(self.target()) {
+            Some((_, "")) => "/",
+            Some((_, path)) => path,
+            None => self.target(),
+        }
     }
 
     /// The path, without the query.
@@ -179,7 +184,7 @@ impl Head {
     ///
     /// Method, fields, their order and spelling are the client's. What concerned the client's own connection is gone, the
     /// body's framing is written anew, and the forwarding fields name the client.
-    pub(in crate::proxy) fn write_for_endpoint(&self, out: &mut Vec<u8>, forward: &Forward) {
+    pub(in crate::proxy) fn write_for_endpoint(&self, out: &mut Vec<u8>, forward: &Forward<'_>) {
         out.extend_from_slice(self.method().as_bytes());
         out.push(b' ');
         if self.origin_target().starts_with('?') {
@@ -191,12 +196,13 @@ impl Head {
         if let Some((authority, _)) = absolute {
             write_field(out, b"host", authority.as_bytes());
         } else if self.fields().of_kind(Kind::Host).next().is_none() {
-            write_field(out, b"host", forward.vip.as_bytes());
+            write_field(out, b"host", forward.vip.to_string().as_bytes());
         }
         self.fields().write_end_to_end(out, |kind| match kind {
             Kind::Host => absolute.is_some(),
             Kind::Expect => !forward.expect_continue,
             Kind::ForwardedFor => forward.client.is_some(),
+            Kind::AcceptEncoding => forward.read_here,
             _ => false,
         });
         if let Some(client) = forward.client {
@@ -210,13 +216,13 @@ impl Head {
         out.extend_from_slice(b"\r\n");
     }
 
-    fn write_forwarding(&self, out: &mut Vec<u8>, client: IpAddr) {
+    fn write_forwarding(&self, out: &mut Vec<u8>, client: &str) {
         out.extend_from_slice(b"x-forwarded-for: ");
         for earlier in self.fields().of_kind(Kind::ForwardedFor).filter(|value| !value.is_empty()) {
             out.extend_from_slice(earlier);
             out.extend_from_slice(b", ");
         }
-        out.extend_from_slice(client.to_canonical().to_string().as_bytes());
+        out.extend_from_slice(client.as_bytes());
         out.extend_from_slice(b"\r\n");
         if self.fields().of_kind(Kind::ForwardedProto).next().is_none() {
             write_field(out, b"x-forwarded-proto", b"http");
@@ -226,15 +232,17 @@ impl Head {
 
 /// What of a head depends on more than the head.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct Forward {
+pub(in crate::proxy) struct Forward<'a> {
     /// The client to name in the forwarding fields; `None` where the rule has them off.
-    pub(in crate::proxy) client: Option<IpAddr>,
+    pub(in crate::proxy) client: Option<&'a str>,
     /// The address that the client connected to: the `Host` of an HTTP/1.0 request that has none.
-    pub(in crate::proxy) vip: String,
+    pub(in crate::proxy) vip: SocketAddr,
     /// How the body goes on.
     pub(in crate::proxy) framing: Framing,
     /// The endpoint is to say whether it wants the body.
     pub(in crate::proxy) expect_continue: bool,
+    /// The answer is read here and so must not be compressed.
+    pub(in crate::proxy) read_here: bool,
 }
 
 /// Authority and the rest of a target in absolute form.
@@ -263,9 +271,9 @@ impl HeadScan {
             return if bytes.len() >= HEAD_MAX { Err(Refusal::HeadTooLarge) } else { Ok(None) };
         }
         let bytes = &bytes[..bytes.len().min(HEAD_MAX)];
-        let mut storage = [httparse::EMPTY_HEADER; FIELDS_MAX];
-        let mut request = httparse::Request::new(&mut storage);
-        match request.parse(bytes) {
+        let mut storage = [const { MaybeUninit::uninit() }; FIELDS_MAX];
+        let mut request = httparse::Request::new(&mut []);
+        match request.parse_with_uninit_headers(bytes, &mut storage) {
             Ok(httparse::Status::Complete(length)) => {
                 let (method, target) = (request.method.unwrap_or_default(), request.path.unwrap_or_default());
                 head(&bytes[..length], method, target, request.version == Some(0), request.headers)
@@ -326,6 +334,9 @@ fn head(
     let lines = Lines::of(bytes, fields);
     let fields = lines.on(bytes);
     check_host(fields, http_1_0)?;
+    if fields.list(Kind::Connection).count() > NAMED_MAX {
+        return Err(Refusal::Syntax);
+    }
     check_upgrade(fields)?;
     let framing = framing(fields, http_1_0)?;
     let connection = |word: &[u8]| fields.list(Kind::Connection).any(|member| member.eq_ignore_ascii_case(word));
@@ -403,8 +414,6 @@ fn expects_continue(fields: Fields<'_>) -> Result<bool, Refusal> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
-
     use proptest::prelude::*;
 
     use super::*;
@@ -420,10 +429,11 @@ mod tests {
     fn forwarded(text: &str, framing: Framing) -> String {
         let mut out = Vec::new();
         let forward = Forward {
-            client: Some(Ipv4Addr::new(10, 0, 0, 9).into()),
-            vip: "10.9.9.9:8000".to_owned(),
+            client: Some("10.0.0.9"),
+            vip: SocketAddr::from(([10, 9, 9, 9], 8000)),
             framing,
             expect_continue: false,
+            read_here: false,
         };
         whole(text).write_for_endpoint(&mut out, &forward);
         String::from_utf8(out).unwrap()
@@ -595,7 +605,7 @@ mod tests {
         ) {
             let mut text = format!("POST {path} HTTP/1.1\r\nHost: a\r\n");
             for (name, value) in names.iter().zip(&values) {
-                text.push_str(&format!("{name}: {value}\r\n"));
+                text = format!("{text}{name}: {value}\r\n");
             }
             text.push_str("\r\n");
             if let Ok(Some((head, _))) = parse(&text) {

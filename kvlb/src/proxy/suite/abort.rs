@@ -1,5 +1,6 @@
 //! Clients that leave.
 
+use std::io::Write;
 use std::net::TcpListener;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
@@ -84,10 +85,9 @@ fn leaving_while_the_answer_streams_is_passed_on_at_once(io: Io) {
 fn leaving_a_stalled_answer_is_passed_on_at_once(io: Io) {
     // The client reads nothing, so the answer stands still in every buffer, and then it leaves.
     let (endpoint, told) = watching(|wire| {
-        use std::io::Write;
         wire.send(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n");
         wire.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
-        while wire.stream.write_all(&[b'x'; 65536]).is_ok() {}
+        while wire.stream.write_all(&vec![b'x'; 65536]).is_ok() {}
     });
     let rig = Rig::start(io, &[endpoint.address]);
     let mut client = rig.client();
@@ -157,7 +157,6 @@ fn a_fin_behind_a_request_counts_as_leaving_unless_the_rule_says_otherwise(io: I
         while let Some(_request) = wire.request() {
             std::thread::sleep(Duration::from_millis(150));
             // Nobody is there to read it in the first case.
-            use std::io::Write;
             drop(wire.stream.write_all(&ok(b"late")));
         }
     });
@@ -194,7 +193,7 @@ fn leaving_with_a_pipelined_request_unread_is_seen(io: Io) {
     let mut client = rig.client();
     client.send(&post(b"{}"));
     eventually("the request is in flight", || rig.fake.in_flight() == 1);
-    client.send(&post(&[b'x'; 50_000]));
+    client.send(&post(&vec![b'x'; 50_000]));
     std::thread::sleep(Duration::from_millis(50));
     passed_on(client.leave(), &told);
     rig.settled();
@@ -202,7 +201,6 @@ fn leaving_with_a_pipelined_request_unread_is_seen(io: Io) {
 
 fn load_never_drifts_however_clients_leave(io: Io) {
     let endpoint = Endpoint::start(|wire, number| {
-        use std::io::Write;
         while let Some(_request) = wire.request() {
             std::thread::sleep(Duration::from_micros(number as u64 % 7 * 300));
             let stream = &mut wire.stream;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::on_both_back_ends;
-use super::rig::{Ended, Endpoint, Rig, get, ok, post};
+use super::rig::{Ended, Endpoint, Rig, get, letter, ok, pattern, post};
 use crate::proxy::{Event, Io};
 
 on_both_back_ends![
@@ -21,6 +21,7 @@ on_both_back_ends![
     an_endpoint_that_closes_after_each_answer_costs_nothing,
     our_own_answers_keep_the_connection_where_they_can,
     decision_fields_are_added,
+    the_list_of_models_is_joined_from_all_rules,
 ];
 
 fn a_request_and_its_answer_pass_unchanged(io: Io) {
@@ -73,7 +74,7 @@ fn pipelined_requests_are_answered_in_order(io: Io) {
         }
     });
     let rig = Rig::start(io, &[endpoint.address]);
-    let all: Vec<u8> = (0..20).flat_map(|number: usize| post(&vec![b'a' + number as u8; 700 * number])).collect();
+    let all: Vec<u8> = (0..20).flat_map(|number: usize| post(&vec![letter(number); 700 * number])).collect();
     for cut in [all.len(), 1, 90, 3000] {
         let mut client = rig.client();
         let (front, back) = all.split_at(cut);
@@ -81,7 +82,7 @@ fn pipelined_requests_are_answered_in_order(io: Io) {
         std::thread::sleep(Duration::from_millis(5));
         client.send(back);
         for number in 0..20 {
-            assert_eq!(client.answer().body, vec![b'a' + number as u8; 700 * number]);
+            assert_eq!(client.answer().body, vec![letter(number); 700 * number]);
         }
     }
 }
@@ -102,7 +103,7 @@ fn a_body_reaches_the_endpoint_byte_for_byte(io: Io) {
         nested.as_bytes(),
         b"",
         b"  {\r\n\t}  ",
-        &[b'x'; 70_000],
+        &vec![b'x'; 70_000],
         &[0; 3584],
     ];
     for body in bodies {
@@ -112,7 +113,7 @@ fn a_body_reaches_the_endpoint_byte_for_byte(io: Io) {
     for size in
         (3000..4200).step_by(7).chain((15_000..17_000).step_by(97)).chain([65_536, 69_632, 262_144, 1 << 20, 3 << 20])
     {
-        let body: Vec<u8> = (0..size).map(|at: usize| (at * 7 % 251) as u8).collect();
+        let body: Vec<u8> = pattern(size);
         assert!(client.ask(&post(&body)).body == body, "{size}");
     }
 }
@@ -211,7 +212,7 @@ fn an_answer_that_ends_with_the_connection_ends_with_the_connection(io: Io) {
         wire.request().unwrap();
         wire.send(b"HTTP/1.1 200 OK\r\nx: y\r\n\r\nhello ");
         std::thread::sleep(Duration::from_millis(10));
-        wire.send(&[b'w'; 100_000]);
+        wire.send(&vec![b'w'; 100_000]);
     });
     let rig = Rig::start(io, &[endpoint.address]);
     let answer = rig.client().ask(&get("/"));
@@ -267,4 +268,48 @@ fn decision_fields_are_added(io: Io) {
     let answer = rig.client().ask(&get("/"));
     assert_eq!((answer.field("x-kvlb-endpoint"), answer.field("x-kvlb-tier").unwrap().len()), (Some("e"), 600));
     assert_eq!(answer.body, b"hi");
+}
+
+fn the_list_of_models_is_joined_from_all_rules(io: Io) {
+    let listing = |ids: &'static str, framing: &'static str| {
+        Endpoint::start(move |wire, _| {
+            let request = wire.request().unwrap();
+            assert!(request.head.starts_with("GET /v1/models HTTP/1.1\r\n"));
+            assert_eq!((request.field("accept-encoding"), request.field("authorization")), (None, Some("Bearer k")));
+            let body = format!("{{\"object\":\"list\",\"data\":[{ids}]}}");
+            match framing {
+                "length" => wire.send(&ok(body.as_bytes())),
+                "chunked" => wire.send(
+                    format!(
+                        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n{:x}\r\n{body}\r\n0\r\n\r\n",
+                        body.len()
+                    )
+                    .as_bytes(),
+                ),
+                _ => wire.send(format!("HTTP/1.1 200 OK\r\n\r\n{body}").as_bytes()),
+            }
+        })
+    };
+    let first = listing("{\"id\":\"a\",\"x\":1}", "length");
+    let second = listing("{\"id\":\"b\"},{\"id\":\"a\"}", "chunked");
+    let third = listing("{\"id\":\"c\"}", "close");
+    let rig = Rig::start(io, &[first.address, second.address, third.address, Endpoint::refusing()]);
+    *rig.fake.rules_with_models.lock() = vec![0, 1, 3, 2];
+    let mut client = rig.client();
+    let ask = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\nAccept-Encoding: gzip\r\n\r\n";
+    let answer = client.ask(ask);
+    let expected = "{\"object\":\"list\",\"data\":[{\"id\":\"a\",\"x\":1},{\"id\":\"b\"},{\"id\":\"c\"}]}";
+    assert_eq!((answer.status(), String::from_utf8(answer.body).unwrap().as_str()), (200, expected));
+    // Nobody has a list: what one of them said is the answer.
+    let locked = Endpoint::start(|wire, _| {
+        wire.request().unwrap();
+        wire.send(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 18\r\n\r\n{\"error\":\"no key\"}");
+    });
+    *rig.fake.endpoints.lock() = vec![locked.address, locked.address];
+    *rig.fake.rules_with_models.lock() = vec![0, 1];
+    let answer = client.ask(&get("/v1/models"));
+    assert_eq!((answer.status(), &answer.body[..]), (401, &b"{\"error\":\"no key\"}"[..]));
+    *rig.fake.endpoints.lock() = vec![Endpoint::refusing()];
+    *rig.fake.rules_with_models.lock() = vec![0];
+    assert_eq!(client.ask(&get("/v1/models/")).own_code(), "backend_unreachable");
 }

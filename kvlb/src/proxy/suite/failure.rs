@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::on_both_back_ends;
-use super::rig::{Endpoint, Rig, get, ok, post};
+use super::rig::{Endpoint, Rig, get, letter, ok, post};
 use crate::clock;
 use crate::proxy::{ConnectFailure, Event, Haste, Io};
 
@@ -38,7 +38,7 @@ fn an_endpoint_that_refuses_is_passed_over(io: Io) {
     assert_eq!(rig.fake.retries_left.load(Ordering::SeqCst), i64::MAX, "what no endpoint saw costs no retry budget");
     // A body that goes through has not been touched either when the connect fails.
     *rig.fake.inspect.lock() = None;
-    assert_eq!(client.ask(&post(&[b'x'; 100_000])).body, b"third");
+    assert_eq!(client.ask(&post(&vec![b'x'; 100_000])).body, b"third");
     *rig.fake.endpoints.lock() = vec![Endpoint::refusing(), Endpoint::refusing()];
     let answer = client.ask(&post(b"{}"));
     assert_eq!((answer.status(), answer.own_code().as_str()), (502, "backend_unreachable"));
@@ -192,7 +192,7 @@ fn a_busy_answer_passes_when_nobody_has_a_better_one(io: Io) {
     assert_eq!(client.ask(&post(b"{}")).status(), 503, "the retry budget is spent");
     rig.fake.retries_left.store(10, Ordering::SeqCst);
     *rig.fake.inspect.lock() = None;
-    assert_eq!(client.ask(&post(&[b'x'; 100_000])).status(), 503, "a body that went through cannot go again");
+    assert_eq!(client.ask(&post(&vec![b'x'; 100_000])).status(), 503, "a body that went through cannot go again");
 }
 
 fn every_other_status_passes_at_once(io: Io) {
@@ -331,10 +331,10 @@ fn a_decision_that_takes_too_long_is_made_without_the_prompt(io: Io) {
     let mut clients: Vec<_> = (0..4).map(|_| rig.client()).collect();
     let start = clock::now();
     for (number, client) in clients.iter_mut().enumerate() {
-        client.send(&post(&vec![b'a' + number as u8; 50_000]));
+        client.send(&post(&vec![letter(number); 50_000]));
     }
     for (number, client) in clients.iter_mut().enumerate() {
-        assert!(client.answer().body == vec![b'a' + number as u8; 50_000]);
+        assert!(client.answer().body == vec![letter(number); 50_000]);
     }
     assert!(start.elapsed() < Duration::from_millis(390), "{:?}", start.elapsed());
     let hasty = rig.fake.hasty.lock().clone();

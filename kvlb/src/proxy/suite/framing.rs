@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::on_both_back_ends;
-use super::rig::{Ended, Endpoint, Rig, get, ok};
+use super::rig::{Ended, Endpoint, Rig, get, ok, pattern};
 use crate::proxy::Io;
 
 on_both_back_ends![
@@ -141,7 +141,7 @@ fn a_chunked_request_goes_on_chunked_with_the_same_payload(io: Io) {
         for (size, sizes) in
             [(0, &[1][..]), (10, &[1]), (300, &[7, 1, 90]), (9000, &[4000, 3]), (200_000, &[65_536, 1, 5000])]
         {
-            let payload: Vec<u8> = (0..size).map(|at: usize| (at % 251) as u8).collect();
+            let payload: Vec<u8> = pattern(size);
             let raw = chunks(&payload, sizes);
             client.send(CHUNKED);
             for piece in raw.chunks(1.max(raw.len() / 7)) {
@@ -163,7 +163,7 @@ fn a_chunked_request_goes_on_chunked_with_the_same_payload(io: Io) {
 }
 
 fn a_chunked_answer_passes_byte_for_byte(io: Io) {
-    let payload: Vec<u8> = (0..150_000).map(|at: usize| (at % 251) as u8).collect();
+    let payload: Vec<u8> = pattern(150_000);
     let raw = chunks(&payload, &[1, 70_000, 333]);
     let sent = raw.clone();
     let endpoint = Endpoint::start(move |wire, _| {

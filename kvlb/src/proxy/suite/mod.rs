@@ -6,10 +6,11 @@
 mod abort;
 mod basics;
 mod bodies;
+mod descriptors;
 mod failure;
 mod framing;
 mod lifecycle;
-mod rig;
+pub(super) mod rig;
 mod streams;
 
 /// Mounts tests that take an [`Io`](super::Io) once for each back end.

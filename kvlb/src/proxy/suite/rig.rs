@@ -35,7 +35,7 @@ pub(super) fn uring_is_here() -> bool {
 
 /// What the rest of kvlb says in a test.
 #[derive(Debug)]
-pub(super) struct Fake {
+pub(in crate::proxy) struct Fake {
     pub(super) endpoints: Mutex<Vec<SocketAddr>>,
     pub(super) inspect: Mutex<Option<usize>>,
     pub(super) limits: Mutex<Limits>,
@@ -85,7 +85,7 @@ impl Fake {
 
 /// Shared behind a newtype so that calls can hold on to it.
 #[derive(Debug)]
-pub(super) struct FakePlane(pub(super) Arc<Fake>);
+pub(in crate::proxy) struct FakePlane(pub(super) Arc<Fake>);
 
 impl Backplane for FakePlane {
     type Call = FakeCall;
@@ -129,14 +129,14 @@ impl Backplane for FakePlane {
 }
 
 #[derive(Debug)]
-pub(super) struct FakeCall {
+pub(in crate::proxy) struct FakeCall {
     fake: Arc<Fake>,
     only: Option<usize>,
 }
 
 /// Counts a request as in flight while it lives.
 #[derive(Debug)]
-pub(super) struct Guard(Arc<AtomicUsize>);
+pub(in crate::proxy) struct Guard(Arc<AtomicUsize>);
 
 impl Drop for Guard {
     fn drop(&mut self) {
@@ -259,7 +259,8 @@ impl Rig {
         let fake = Arc::new(Fake::new(endpoints.to_vec()));
         let counts = Arc::new(Counts::default());
         let threads = config.threads;
-        let proxy = Proxy::start(config, Arc::new(FakePlane(Arc::clone(&fake))), Arc::clone(&counts) as Arc<dyn Meter>);
+        let meter: Arc<dyn Meter> = Arc::clone(&counts) as Arc<dyn Meter>;
+        let proxy = Proxy::start(config, &Arc::new(FakePlane(Arc::clone(&fake))), &meter);
         let proxy = proxy.unwrap();
         let sockets = bind(SocketAddr::from(([127, 0, 0, 1], 0)), threads).unwrap();
         let address = sockets[0].local_addr().unwrap();
@@ -347,10 +348,14 @@ impl Endpoint {
                 if ended.load(Ordering::SeqCst) {
                     return;
                 }
+                let Ok(stream) = stream else {
+                    std::thread::sleep(Duration::from_millis(5));
+                    continue;
+                };
                 let number = count.fetch_add(1, Ordering::SeqCst);
                 let (script, failed) = (Arc::clone(&script), Arc::clone(&failed));
                 std::thread::spawn(move || {
-                    let mut wire = Wire::new(stream.unwrap());
+                    let mut wire = Wire::new(stream);
                     let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| script(&mut wire, number)));
                     if let Err(panic) = run {
                         let text = panic.downcast_ref::<String>().cloned();
@@ -400,6 +405,16 @@ pub(super) fn ok(body: &[u8]) -> Vec<u8> {
 pub(super) fn post(body: &[u8]) -> Vec<u8> {
     let head = format!("POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n", body.len());
     [head.as_bytes(), body].concat()
+}
+
+/// Bytes that tell where in a body they belong.
+pub(super) fn pattern(size: usize) -> Vec<u8> {
+    (0..size).map(|at| (at % 251).to_le_bytes()[0]).collect()
+}
+
+/// A letter for a number.
+pub(super) fn letter(number: usize) -> u8 {
+    b'a' + number.to_le_bytes()[0] % 26
 }
 
 /// A GET.
@@ -474,7 +489,7 @@ impl Wire {
 
     /// More bytes into the buffer; false at the end of the connection.
     fn fill(&mut self) -> bool {
-        let mut bytes = [0; 65536];
+        let mut bytes = vec![0; 65_536];
         match self.stream.read(&mut bytes) {
             Ok(0) => false,
             Ok(count) => {
@@ -576,7 +591,7 @@ impl Wire {
     /// Whether the other side ends the connection within `limit`; what comes until then is dropped. Says how it ended.
     pub(super) fn ends_within(&mut self, limit: Duration) -> Option<Ended> {
         let give_up = clock::now() + limit;
-        let mut bytes = [0; 65536];
+        let mut bytes = vec![0; 65_536];
         loop {
             let left = give_up.saturating_duration_since(clock::now());
             if left.is_zero() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::on_both_back_ends;
-use super::rig::{Ended, Endpoint, PATIENCE, Rig, Wire, eventually, get, post};
+use super::rig::{Ended, Endpoint, PATIENCE, Rig, Wire, eventually, get, pattern, post};
 use crate::clock;
 use crate::proxy::{Io, bind};
 
@@ -73,11 +73,8 @@ fn a_slow_reader_holds_little_and_hinders_nobody(io: Io) {
             let piece = [b"4000\r\n", &[b'x'; 0x4000][..], b"\r\n"].concat();
             wire.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
             // Goes on until nobody takes any more.
-            loop {
-                match wire.stream.write(&piece) {
-                    Ok(count) => counted.fetch_add(count, Ordering::SeqCst),
-                    Err(_full) => break,
-                };
+            while let Ok(count) = wire.stream.write(&piece) {
+                counted.fetch_add(count, Ordering::SeqCst);
             }
             wire.rest();
         }
@@ -187,7 +184,7 @@ fn a_thousand_streams_at_once(io: Io) {
 }
 
 fn a_large_answer_arrives_whole(io: Io) {
-    let body: Vec<u8> = (0..20_000_000_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let body: Vec<u8> = pattern(20_000_000);
     let sent = body.clone();
     let endpoint = Endpoint::start(move |wire, _| {
         while let Some(_request) = wire.request() {

@@ -30,7 +30,7 @@ struct Plain {
 
 #[derive(Default)]
 struct PlainSlot {
-    copies: BTreeMap<(u64, (u32, Medium)), u8>,
+    copies: BTreeMap<(u64, (u32, Medium)), u32>,
     held: Vec<u64>,
     removed: BTreeSet<u64>,
     /// Removed names that nobody holds, the oldest first.
@@ -64,7 +64,7 @@ impl Plain {
         let held_before = self.is_held(name);
         let own = &mut self.slots[slot];
         // The first copy that counts is bounded by eviction, the others by refusal.
-        let beyond_first = |(key, &copies): (&(u64, (u32, Medium)), &u8)| key.1 != FULL || copies > 1;
+        let beyond_first = |(key, &copies): (&(u64, (u32, Medium)), &u32)| key.1 != FULL || copies > 1;
         let others = own.copies.iter().filter(|&entry| beyond_first(entry)).count();
         let before = own.copies.get(&(name, kind)).copied().unwrap_or(0);
         let is_new_other = if kind == FULL { before == 1 } else { before == 0 };
@@ -72,7 +72,7 @@ impl Plain {
             return;
         }
         let copies = own.copies.entry((name, kind)).or_insert(0);
-        *copies = (*copies + 1).min(3);
+        *copies += 1;
         if kind != FULL || own.held.contains(&name) {
             return;
         }
@@ -218,8 +218,8 @@ fn compare(index: &Index, slots: &[SlotId], plain: &Plain, query: &[u64]) -> Res
         held.sort_unstable();
         prop_assert_eq!(index.blocks(slot), held.len());
         prop_assert_eq!(index.names(slot), held);
-        let aside: u32 = own.copies.iter().map(|(key, &copies)| u32::from(copies - u8::from(key.1 == FULL))).sum();
-        prop_assert_eq!(index.copies(slot).iter().map(|copy| u32::from(copy.2)).sum::<u32>(), aside);
+        let aside: u32 = own.copies.iter().map(|(key, &copies)| copies - u32::from(key.1 == FULL)).sum();
+        prop_assert_eq!(index.copies(slot).iter().map(|copy| copy.2).sum::<u32>(), aside);
         let (depth, count) = plain.overlap(number, query);
         let overlap = overlaps.iter().find(|overlap| overlap.slot == slot);
         prop_assert_eq!(overlap, Some(&Overlap { slot, depth, count }));
@@ -340,6 +340,23 @@ fn the_engines_size_bounds_what_is_kept_and_the_operator_overrules_it() {
     index.set_gpu_blocks(slot, 10);
     assert_eq!(index.apply(slot, &store(&names, FULL)).evicted, 40);
     assert_eq!(index.names(slot), (40..100).map(BlockHash).collect::<Vec<_>>(), "the oldest went");
+}
+
+#[test]
+fn names_that_come_and_go_for_ever_take_no_room() {
+    let index = Index::new(IndexConfig { removed_max: 1000, ..IndexConfig::default() });
+    let slot = index.add_slot().unwrap();
+    for round in 0..3000 {
+        let names: Vec<_> = (round * 100..round * 100 + 100).collect();
+        index.apply(slot, &store(&names, FULL));
+        for &name in &names {
+            index.apply(slot, &remove(name, FULL));
+        }
+    }
+    let writer = index.writer.lock();
+    let cells = |map: &Map| map.view.tables.iter().map(table::Table::capacity).sum::<usize>();
+    assert!(cells(&writer.held) < 6000 && cells(&writer.removed) < 6000, "a thousand names are remembered");
+    assert_eq!(index.blocks(slot), 0);
 }
 
 #[test]

@@ -1,0 +1,146 @@
+//! `GET /v1/models` where several rules share a VIP: one list out of theirs.
+
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::answer::{Heard, HeardHead};
+use super::backplane::{Backplane, Call, Event, Request};
+use super::buffer::{Chunk, LARGE};
+use super::client::{After, Client};
+use super::exchange::End;
+use super::http::{AnswerHead, Framing, Head, Reply};
+use super::io::{Backend, Stream};
+use super::upload::{Parcel, Upload, send_whole};
+use super::walk::Walk;
+use crate::clock;
+
+/// Bytes of one rule's list: engines with hundreds of adapters stay far below.
+const LIST_MAX: usize = 4 << 20;
+
+/// What one rule says.
+enum List {
+    /// Its models.
+    Models(Value),
+    /// Something else, to be passed on when nobody has more to say.
+    Other(Reply),
+}
+
+impl<B: Backend, P: Backplane> Client<'_, B, P> {
+    /// Answers a request for the list of models where more than one rule has a part in it.
+    pub(super) async fn list_models(&self, request: &Arc<Request>) -> Result<Option<After>, End> {
+        if !asks_for_models(&request.head) {
+            return Ok(None);
+        }
+        let calls = self.lane().backplane.models(request);
+        if calls.is_empty() {
+            return Ok(None);
+        }
+        let (mut lists, mut other) = (Vec::new(), None);
+        for mut call in calls {
+            match Walk::new(self, &mut call, clock::now()).fetch_models(&request.head).await {
+                Ok(List::Models(list)) => lists.push(list),
+                Ok(List::Other(reply)) | Err(End::Reply(reply)) => other = other.or(Some(reply)),
+                Err(end) => return Err(end),
+            }
+        }
+        let reply = match (union(lists), other) {
+            (Some(list), _) => Reply::json(list.to_string().into_bytes()),
+            (None, Some(reply)) => reply,
+            (None, None) => return Ok(None),
+        };
+        Ok(Some(self.reply(&reply).await))
+    }
+}
+
+impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
+    /// Asks one endpoint of the rule for its models.
+    async fn fetch_models(&mut self, head: &Head) -> Result<List, End> {
+        let mut forward = self.client.forward(&self.terms, Framing::None);
+        forward.read_here = true;
+        let mut bytes = Vec::new();
+        head.write_for_endpoint(&mut bytes, &forward);
+        let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
+        let parcel = Parcel { bytes: Chunk::copy_of(0, &bytes), lease: None };
+        let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
+        let mut upload = Upload::new(send, self.then());
+        self.arm_pause();
+        match self.hear(&leg, &target, &mut upload).await? {
+            Heard::Head(HeardHead { head, bytes, waited }) => {
+                self.call.report(Event::Answered { position: target.position, status: head.status, waited });
+                let body = self.collect(&leg.stream, &head, bytes).await?;
+                Ok(read_list(&head, body).unwrap_or_else(|| List::Other(self.died(target.position, None))))
+            }
+            Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
+            Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
+        }
+    }
+
+    /// The whole body of an answer; what is cut off or too long is as good as empty.
+    async fn collect(&mut self, stream: &B::Stream, head: &AnswerHead, bytes: Chunk) -> Result<Vec<u8>, End> {
+        let mut body = head.body(true);
+        let (mut whole, mut piece) = (Vec::new(), bytes);
+        piece.consume(head.length);
+        loop {
+            let Ok(progress) = body.take(piece.bytes_mut()) else { return Ok(Vec::new()) };
+            piece.truncate(progress.pass);
+            whole.extend_from_slice(piece.bytes());
+            if progress.done || whole.len() > LIST_MAX {
+                return Ok(whole);
+            }
+            self.arm_pause();
+            let room = Chunk::with_room(0, LARGE);
+            piece = match self.client.watch(None, stream.read(room)).await? {
+                (Ok(count), piece) if count > 0 => piece,
+                (Ok(_end), _piece) if body.ends_with_connection() => return Ok(whole),
+                (_end_or_error, _piece) => return Ok(Vec::new()),
+            };
+        }
+    }
+}
+
+fn asks_for_models(head: &Head) -> bool {
+    head.method() == "GET" && head.path().trim_end_matches('/') == "/v1/models"
+}
+
+/// What an answer says; `None` where it is neither a list nor fit to be passed on.
+fn read_list(head: &AnswerHead, body: Vec<u8>) -> Option<List> {
+    let value: Option<Value> = serde_json::from_slice(&body).ok();
+    match (head.status, value) {
+        (200, Some(value)) if value["data"].is_array() => Some(List::Models(value)),
+        (status, Some(_)) if status != 200 => Some(List::Other(Reply::passed_on(status, body))),
+        _ => None,
+    }
+}
+
+/// The first list, with the models of the others that it lacks.
+fn union(lists: Vec<Value>) -> Option<Value> {
+    let mut lists = lists.into_iter();
+    let mut all = lists.next()?;
+    let data = all.get_mut("data")?.as_array_mut()?;
+    for mut list in lists {
+        let more = list.get_mut("data").and_then(Value::as_array_mut).map(std::mem::take).unwrap_or_default();
+        for model in more {
+            if !data.iter().any(|known| known["id"] == model["id"]) {
+                data.push(model);
+            }
+        }
+    }
+    Some(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn lists_are_joined_without_saying_a_model_twice() {
+        let list = |ids: &[&str]| json!({"object": "list", "data": ids.iter().map(|id| json!({"id": id})).collect::<Vec<_>>()});
+        assert_eq!(union(vec![list(&["a", "b"]), list(&["b", "c"]), list(&[])]), Some(list(&["a", "b", "c"])));
+        assert_eq!(union(Vec::new()), None);
+    }
+}

@@ -1,6 +1,7 @@
 //! The document's metric families (section 10.2): their labels, what moves them, and when their series go; and the form of the page.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what went wrong")]
+#![expect(clippy::float_cmp, reason = "counts and gauges here are whole numbers")]
 
 use std::collections::{BTreeMap, BTreeSet};
 

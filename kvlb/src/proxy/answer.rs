@@ -1,18 +1,17 @@
-//! The way of an answer: its head, then every byte as it comes.
+//! Waiting for an answer: its head, and what may come before it.
 
 use std::time::Duration;
 
 use super::alarm::Limit;
-use super::backplane::{Backplane, Call, Event, Phase};
-use super::buffer::{Chunk, LARGE, MEDIUM, SMALL};
-use super::client::{After, Stop};
+use super::backplane::{Backplane, Call, Event};
+use super::buffer::{Chunk, SMALL};
+use super::client::Stop;
 use super::connect::Leg;
 use super::exchange::End;
 use super::http::{AnswerBody, AnswerError, AnswerHead, Closing, HEAD_MAX, HeadScan};
 use super::io::{Backend, Stream};
-use super::meter::Direction;
 use super::upload::Upload;
-use super::walk::{Held, TargetOf, Walk};
+use super::walk::{TargetOf, Walk};
 use crate::clock;
 
 /// Room in front of an answer for what its head grows by on the way; more moves it to another block.
@@ -108,136 +107,5 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             (Ok(()), _chunk) => Ok(()),
             (Err(_gone), _chunk) => Err(Stop::Left.into()),
         }
-    }
-
-    /// Relays an answer to its end.
-    pub(super) async fn relay(&mut self, held: Held<B, P>, upload: Option<Upload<'_>>) -> Result<After, End> {
-        let Held { leg, target, answer: HeardHead { head, bytes, waited } } = held;
-        let (position, status) = (target.position, head.status);
-        self.call.report(Event::Answered { position, status, waited });
-        let mut upload = upload;
-        if let Some(upload) = &mut upload {
-            upload.answered();
-            if upload.is_sent() {
-                self.client.received();
-            }
-        }
-        self.client.phase.set(Phase::Stream);
-        let body = head.body(self.client.is_http_1_0());
-        let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut front = self.client.lane().scratch();
-        head.write_for_client(bytes.bytes(), &mut front, &body, closing, &target.fields);
-        let mut flow = Flow { body, excess: false, passed: 0 };
-        let first = flow.first(&head, bytes, &front);
-        self.client.lane().keep_scratch(front);
-        let first = first.map_err(|error| self.died(position, Some(error)))?;
-        self.client.lane().meter.answered(status, None);
-        let relayed = self.pass(&leg, first, &mut flow, upload.as_mut()).await;
-        self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
-        relayed.map_err(|stop| self.broke_off(stop, position, &flow))?;
-        self.call.report(Event::Finished { position, bytes: flow.passed });
-        let sent = upload.as_ref().is_none_or(Upload::is_sent);
-        drop(upload);
-        if head.keep_alive && !flow.excess && sent {
-            self.client.lane().keep_leg(leg, clock::now());
-        }
-        Ok(self.client.after(closing))
-    }
-
-    /// Passes everything on as it comes: one piece is read when the one before it has been taken.
-    async fn pass(
-        &mut self,
-        leg: &Leg<B::Stream>,
-        first: Chunk,
-        flow: &mut Flow,
-        mut upload: Option<&mut Upload<'_>>,
-    ) -> Result<(), Broken> {
-        let mut piece = first;
-        loop {
-            self.arm_pause();
-            if !piece.is_empty() {
-                flow.passed += piece.len() as u64;
-                let write = self.client.stream.write_all(piece);
-                let (written, back) = self.client.watch(upload.as_deref_mut(), write).await?;
-                piece = back;
-                written.map_err(|_gone| Broken::Stopped(Stop::Left))?;
-            }
-            if flow.body.is_done() {
-                return Ok(());
-            }
-            piece = flow.room(piece);
-            let read = self.client.watch(upload.as_deref_mut(), leg.stream.read(piece)).await?;
-            piece = match read {
-                (Ok(count), piece) if count > 0 => flow.next(piece)?,
-                (Ok(_end), _piece) if flow.body.ends_with_connection() => return Ok(()),
-                (_end_or_error, _piece) => return Err(Broken::Endpoint),
-            };
-        }
-    }
-
-    /// The client has seen the answer's beginning: whatever ended it, no answer of ours can follow.
-    fn broke_off(&mut self, broken: Broken, position: usize, flow: &Flow) -> End {
-        match broken {
-            Broken::Stopped(Stop::Left) => return Stop::Left.into(),
-            Broken::Stopped(Stop::TimedOut(_)) => self.call.report(Event::TimedOut { position }),
-            Broken::Stopped(Stop::Ordered | Stop::Malformed) => {}
-            Broken::Endpoint => self.call.report(Event::BrokeOff { position }),
-        }
-        End::BrokenOff { reset: !flow.body.is_delimited() }
-    }
-}
-
-/// Why relaying ended before the answer did.
-#[derive(Clone, Copy)]
-enum Broken {
-    Stopped(Stop),
-    /// The endpoint's connection ended, or its chunks are none.
-    Endpoint,
-}
-
-impl From<Stop> for Broken {
-    fn from(stop: Stop) -> Self {
-        Self::Stopped(stop)
-    }
-}
-
-/// An answer's body on its way.
-struct Flow {
-    body: AnswerBody,
-    excess: bool,
-    passed: u64,
-}
-
-impl Flow {
-    /// The head as the client gets it, with what came of the body behind it: one piece.
-    fn first(&mut self, head: &AnswerHead, mut bytes: Chunk, front: &[u8]) -> Result<Chunk, AnswerError> {
-        bytes.consume(head.length);
-        let mut piece = self.take(bytes)?;
-        piece.prepend(front);
-        Ok(piece)
-    }
-
-    fn next(&mut self, piece: Chunk) -> Result<Chunk, Broken> {
-        self.take(piece).map_err(|_malformed| Broken::Endpoint)
-    }
-
-    fn take(&mut self, mut piece: Chunk) -> Result<Chunk, AnswerError> {
-        let progress = self.body.take(piece.bytes_mut())?;
-        self.excess |= progress.excess;
-        piece.truncate(progress.pass);
-        Ok(piece)
-    }
-
-    /// Room for the next piece: small while pieces are, so that a waiting stream holds little.
-    fn room(&self, last: Chunk) -> Chunk {
-        let wanted = match self.body.left() {
-            Some(left) => usize::try_from(left).unwrap_or(usize::MAX).min(LARGE),
-            None if last.spare() == 0 && last.capacity() < MEDIUM => MEDIUM,
-            None if last.spare() == 0 => LARGE,
-            None => SMALL,
-        };
-        let mut last = last;
-        last.clear(0);
-        if last.capacity() >= wanted && last.capacity() < 5 * wanted { last } else { Chunk::with_room(0, wanted) }
     }
 }

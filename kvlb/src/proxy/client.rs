@@ -2,13 +2,14 @@
 
 use std::cell::{Cell, OnceCell};
 use std::future::{Future, poll_fn};
-use std::pin::pin;
-use std::task::Poll;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use super::alarm::{Alarm, Limit};
 use super::backplane::{Arrival, Backplane, Phase};
 use super::buffer::{Chunk, MEDIUM, SMALL};
+use super::exchange::Exchanged;
 use super::http::{Closing, Head, Reply};
 use super::io::{Backend, Leaving, Stream};
 use super::lane::{Lane, Order, Seat};
@@ -93,7 +94,11 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
     };
     while client.next_request().await {
         // Boxed, so that a connection between two requests holds none of this.
-        match Box::pin(client.exchange()).await {
+        let after = match Box::pin(client.exchange()).await {
+            Exchanged::Answer(relay) => relay.run().await,
+            Exchanged::Done(after) => after,
+        };
+        match after {
             After::KeepAlive => {}
             After::Close => return,
             After::Linger => return Box::pin(client.linger()).await,
@@ -102,7 +107,7 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
     }
 }
 
-impl<B: Backend, P: Backplane> Client<'_, B, P> {
+impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     pub(super) fn lane(&self) -> &Lane<B, P> {
         &self.seat.lane
     }
@@ -123,9 +128,8 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             return true;
         }
         self.alarm.set(Some((clock::now() + self.lane().config.client_idle, Limit::Idle)));
-        let mut readable = pin!(self.stream.readable());
         poll_fn(|cx| {
-            if readable.as_mut().poll(cx).is_ready() {
+            if self.stream.poll_readable(cx).is_ready() {
                 return Poll::Ready(true);
             }
             if self.alarm.poll(cx).is_ready() || self.seat.post.poll(Order::Finish, cx).is_ready() {
@@ -199,45 +203,17 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     /// Waits for `task`, while the client stays, time remains and no order comes. An upload goes on beside it.
-    pub(super) fn watch<F: Future>(
-        &self,
-        upload: Option<&mut Upload<'_>>,
+    pub(super) fn watch<'w, 'u, F: Future + Unpin>(
+        &'w self,
+        upload: Option<&'w mut Upload<'u>>,
         task: F,
-    ) -> impl Future<Output = Result<F::Output, Stop>> {
-        self.wait_for(task, upload, true)
+    ) -> Watch<'w, 's, 'u, B, P, F> {
+        Watch { client: self, upload, task, see_leaving: true }
     }
 
     /// As [`Client::watch`], for tasks that read from the client and so see its leaving themselves.
-    pub(super) fn wait<F: Future>(&self, task: F) -> impl Future<Output = Result<F::Output, Stop>> {
-        self.wait_for(task, None, false)
-    }
-
-    async fn wait_for<F: Future>(
-        &self,
-        task: F,
-        mut upload: Option<&mut Upload<'_>>,
-        see_leaving: bool,
-    ) -> Result<F::Output, Stop> {
-        let mut task = pin!(task);
-        let mut left = pin!(self.stream.closed(self.leaving.get()));
-        poll_fn(|cx| {
-            if let Some(upload) = upload.as_deref_mut()
-                && let Poll::Ready(stop) = upload.poll(cx)
-            {
-                return Poll::Ready(Err(stop));
-            }
-            if let Poll::Ready(output) = task.as_mut().poll(cx) {
-                return Poll::Ready(Ok(output));
-            }
-            if see_leaving && left.as_mut().poll(cx).is_ready() {
-                return Poll::Ready(Err(Stop::Left));
-            }
-            if let Poll::Ready(limit) = self.alarm.poll(cx) {
-                return Poll::Ready(Err(Stop::TimedOut(limit)));
-            }
-            self.seat.post.poll(Order::Abort, cx).map(|()| Err(Stop::Ordered))
-        })
-        .await
+    pub(super) fn wait<F: Future + Unpin>(&self, task: F) -> Watch<'_, 's, '_, B, P, F> {
+        Watch { client: self, upload: None, task, see_leaving: false }
     }
 
     /// Sends an answer of ours.
@@ -268,6 +244,38 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             }
             read += result;
         }
+    }
+}
+
+/// A wait that several things can end. One flat future: it is what a connection spends its life in.
+pub(super) struct Watch<'w, 's, 'u, B: Backend, P: Backplane, F> {
+    client: &'w Client<'s, B, P>,
+    upload: Option<&'w mut Upload<'u>>,
+    task: F,
+    see_leaving: bool,
+}
+
+impl<B: Backend, P: Backplane, F: Future + Unpin> Future for Watch<'_, '_, '_, B, P, F> {
+    type Output = Result<F::Output, Stop>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        if let Some(upload) = this.upload.as_deref_mut()
+            && let Poll::Ready(stop) = upload.poll(cx)
+        {
+            return Poll::Ready(Err(stop));
+        }
+        if let Poll::Ready(output) = Pin::new(&mut this.task).poll(cx) {
+            return Poll::Ready(Ok(output));
+        }
+        let client = this.client;
+        if this.see_leaving && client.stream.poll_closed(client.leaving.get(), cx).is_ready() {
+            return Poll::Ready(Err(Stop::Left));
+        }
+        if let Poll::Ready(limit) = client.alarm.poll(cx) {
+            return Poll::Ready(Err(Stop::TimedOut(limit)));
+        }
+        client.seat.post.poll(Order::Abort, cx).map(|()| Err(Stop::Ordered))
     }
 }
 

@@ -1,16 +1,18 @@
 //! The epoll back end: plain tokio, for kernels and containers that forbid io_uring.
 //!
-//! Readiness in tokio is edge-triggered and cached. [`EpollStream::closed`] looks past unread data, for which it has to
+//! Readiness in tokio is edge-triggered and cached. [`EpollStream::poll_closed`] looks past unread data, for which it has to
 //! clear the cached readiness; `unread` remembers that, and the next read tries the socket before it waits.
 
 use std::cell::Cell;
 use std::future::Future;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr};
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use socket2::SockRef;
-use tokio::io::Interest;
+use tokio::io::{Interest, Ready};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 use super::buffer::Chunk;
@@ -84,19 +86,33 @@ impl EpollStream {
         debug_assert!(wait.is_err());
     }
 
-    async fn read_some(&self, room: &mut [u8]) -> io::Result<usize> {
-        if self.unread.take() {
-            match (&*SockRef::from(&self.socket)).read(room) {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                done => {
-                    // More may be left, and no edge will tell.
-                    self.unread.set(matches!(done, Ok(count) if count == room.len()));
-                    return done;
-                }
+    /// Forgets that the socket was writable: a write tries it anyhow.
+    fn clear_writable(&self) {
+        let wait: io::Result<()> = self.socket.try_io(Interest::WRITABLE, || Err(ErrorKind::WouldBlock.into()));
+        debug_assert!(wait.is_err());
+    }
+
+    /// Tries to read at once where no edge will tell that there is something.
+    fn read_unread(&self, room: &mut [u8]) -> Option<io::Result<usize>> {
+        if !self.unread.take() {
+            return None;
+        }
+        match (&*SockRef::from(&self.socket)).read(room) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+            done => {
+                // More may be left.
+                self.unread.set(matches!(done, Ok(count) if count == room.len()));
+                Some(done)
             }
         }
+    }
+
+    fn poll_read(&self, room: &mut [u8], cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        if let Some(done) = self.read_unread(room) {
+            return Poll::Ready(done);
+        }
         loop {
-            self.socket.readable().await?;
+            ready!(self.socket.poll_read_ready(cx))?;
             match self.socket.try_read(room) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 done => {
@@ -104,72 +120,82 @@ impl EpollStream {
                         // The socket is empty now: this spares the read that would only say so. What comes is a new edge.
                         self.clear_readable();
                     }
-                    return done;
+                    return Poll::Ready(done);
                 }
             }
         }
     }
 
-    async fn write_some(&self, bytes: &[u8]) -> io::Result<usize> {
+    fn poll_write(&self, bytes: &[u8], cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         match (&*SockRef::from(&self.socket)).write(bytes) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            done => return done,
+            done => return Poll::Ready(done),
         }
         loop {
-            self.socket.writable().await?;
+            ready!(self.socket.poll_write_ready(cx))?;
             match self.socket.try_write(bytes) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                done => return done,
+                done => return Poll::Ready(done),
             }
+        }
+    }
+
+    /// What is known of the socket's readiness just now.
+    fn readiness(&self, interest: Interest, cx: &mut Context<'_>) -> Ready {
+        match pin!(self.socket.ready(interest)).poll(cx) {
+            Poll::Ready(Ok(ready)) => ready,
+            Poll::Ready(Err(_)) => Ready::ALL,
+            Poll::Pending => Ready::EMPTY,
         }
     }
 }
 
 impl Stream for EpollStream {
-    async fn readable(&self) {
-        if self.unread.get() && !silent(&self.socket) {
-            return;
-        }
-        self.unread.set(false);
-        if let Err(error) = self.socket.readable().await {
-            tracing::debug!(%error, "readiness of a connection");
-        }
-    }
+    type Read<'a> = Reading<'a>;
+    type Write<'a> = Writing<'a>;
 
-    async fn closed(&self, leaving: Leaving) {
-        let interest = match leaving {
-            Leaving::HalfClose => Interest::READABLE,
-            Leaving::Broken => Interest::ERROR,
-        };
-        loop {
-            let Ok(ready) = self.socket.ready(interest).await else { return };
-            if ready.is_error() || (leaving == Leaving::HalfClose && ready.is_read_closed()) {
-                return;
+    fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.unread.get() {
+            if !silent(&self.socket) {
+                return Poll::Ready(());
             }
-            self.unread.set(true);
-            self.clear_readable();
+            self.unread.set(false);
+        }
+        // An error of the readiness itself ends the wait too; the read that follows tells it.
+        self.socket.poll_read_ready(cx).map(|_ready| ())
+    }
+
+    fn poll_closed(&self, leaving: Leaving, cx: &mut Context<'_>) -> Poll<()> {
+        match leaving {
+            Leaving::HalfClose => loop {
+                if ready!(self.socket.poll_read_ready(cx)).is_err() {
+                    return Poll::Ready(());
+                }
+                if self.readiness(Interest::READABLE, cx).is_read_closed() {
+                    return Poll::Ready(());
+                }
+                self.unread.set(true);
+                self.clear_readable();
+            },
+            // An error is told to those who wait for room to write.
+            Leaving::Broken => loop {
+                if ready!(self.socket.poll_write_ready(cx)).is_err() {
+                    return Poll::Ready(());
+                }
+                if self.readiness(Interest::ERROR, cx).is_error() {
+                    return Poll::Ready(());
+                }
+                self.clear_writable();
+            },
         }
     }
 
-    async fn read(&self, mut into: Chunk) -> (io::Result<usize>, Chunk) {
-        let result = self.read_some(into.spare_mut()).await;
-        if let Ok(count) = result {
-            into.advance(count);
-        }
-        (result, into)
+    fn read(&self, into: Chunk) -> Reading<'_> {
+        Reading { stream: self, chunk: into }
     }
 
-    async fn write_all(&self, from: Chunk) -> (io::Result<()>, Chunk) {
-        let mut sent = 0;
-        while sent < from.len() {
-            match self.write_some(&from.bytes()[sent..]).await {
-                Ok(0) => return (Err(ErrorKind::WriteZero.into()), from),
-                Ok(count) => sent += count,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return (Err(error), from),
-            }
-        }
-        (Ok(()), from)
+    fn write_all(&self, from: Chunk) -> Writing<'_> {
+        Writing { stream: self, chunk: from, sent: 0 }
     }
 
     fn silent(&self) -> bool {
@@ -192,5 +218,52 @@ impl Stream for EpollStream {
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
         self.socket.local_addr()
+    }
+}
+
+/// A read under way.
+pub(super) struct Reading<'a> {
+    stream: &'a EpollStream,
+    chunk: Chunk,
+}
+
+impl Future for Reading<'_> {
+    type Output = (io::Result<usize>, Chunk);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let result = ready!(this.stream.poll_read(this.chunk.spare_mut(), cx));
+        if let Ok(count) = result {
+            this.chunk.advance(count);
+        }
+        Poll::Ready((result, std::mem::replace(&mut this.chunk, Chunk::none())))
+    }
+}
+
+/// A write under way.
+pub(super) struct Writing<'a> {
+    stream: &'a EpollStream,
+    chunk: Chunk,
+    sent: usize,
+}
+
+impl Future for Writing<'_> {
+    type Output = (io::Result<()>, Chunk);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let result = loop {
+            let rest = &this.chunk.bytes()[this.sent..];
+            if rest.is_empty() {
+                break Ok(());
+            }
+            match ready!(this.stream.poll_write(rest, cx)) {
+                Ok(0) => break Err(ErrorKind::WriteZero.into()),
+                Ok(count) => this.sent += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => break Err(error),
+            }
+        };
+        Poll::Ready((result, std::mem::replace(&mut this.chunk, Chunk::none())))
     }
 }

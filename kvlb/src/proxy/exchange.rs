@@ -11,9 +11,11 @@ use super::alarm::Limit;
 use super::backplane::{Backplane, Call, Event, Payload, Phase, Request};
 use super::client::{After, Client, Stop};
 use super::http::{ChunkError, Refusal, Reply};
-use super::intake::Read;
+use super::intake::{Read, Sending};
 use super::io::{Backend, Leaving};
-use super::walk::Walk;
+use super::models::asks_for_models;
+use super::relay::Relay;
+use super::walk::{Walk, Walked};
 use crate::clock;
 
 /// Why an exchange ended before its answer was relayed whole.
@@ -52,28 +54,39 @@ impl From<ChunkError> for End {
     }
 }
 
-impl<B: Backend, P: Backplane> Client<'_, B, P> {
-    /// Takes one request and sees to its answer.
-    pub(super) async fn exchange(&self) -> After {
+/// What an exchange came to.
+pub(super) enum Exchanged<'a, 's, B: Backend, P: Backplane> {
+    /// An answer that is to be relayed.
+    Answer(Relay<'a, 's, B, P>),
+    /// Its end.
+    Done(After),
+}
+
+/// What taking a request came to.
+enum Taken<'a, 's, B: Backend, P: Backplane> {
+    /// It is decided, and can be sent.
+    Decided(Walk<'a, 's, B, P>, Sending),
+    /// It has been answered.
+    Answered(After),
+}
+
+impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
+    /// Takes one request and sees it through to the first bytes of its answer.
+    pub(super) async fn exchange(&self) -> Exchanged<'_, 's, B, P> {
         self.begin();
-        let end = match self.request_and_answer().await {
-            Ok(after) => return after,
-            Err(end) => end,
+        let (mut walk, sending) = match self.take_request().await {
+            Ok(Taken::Decided(walk, sending)) => (walk, sending),
+            Ok(Taken::Answered(after)) => return Exchanged::Done(after),
+            Err(end) => return Exchanged::Done(self.conclude(end).await),
         };
-        match end {
-            End::Quiet | End::Stopped(Stop::Ordered) | End::BrokenOff { reset: false } => After::Close,
-            End::Stopped(Stop::Left) => {
-                self.lane().meter.client_left(self.phase.get());
-                After::Close
-            }
-            End::Stopped(Stop::TimedOut(limit)) => self.reply(&timed_out(limit)).await,
-            End::Stopped(Stop::Malformed) => self.reply(&Refusal::Chunk.into()).await,
-            End::Reply(reply) => self.reply(&reply).await,
-            End::BrokenOff { reset: true } => After::Reset,
+        match walk.run(sending).await {
+            Ok(Walked::Answer(held)) => Exchanged::Answer(Relay { walk, held }),
+            Ok(Walked::Done(after)) => Exchanged::Done(after),
+            Err(end) => Exchanged::Done(walk.conclude(end).await),
         }
     }
 
-    async fn request_and_answer(&self) -> Result<After, End> {
+    async fn take_request(&self) -> Result<Taken<'_, 's, B, P>, End> {
         let (head, rest) = self.read_head().await?;
         self.learn(&head);
         let survey = self.lane().backplane.survey(&head, &self.arrival)?;
@@ -87,35 +100,51 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         let request = Arc::new(Request { head, arrival: self.arrival, payload });
         if passing.is_none() {
             self.received();
-            if let Some(after) = self.list_models(&request).await? {
-                return Ok(after);
+            if asks_for_models(&request.head)
+                && let Some(after) = Box::pin(self.list_models(&request)).await?
+            {
+                return Ok(Taken::Answered(after));
             }
         }
         let began = clock::now();
-        let mut call = self.decide(&request).await?;
-        let terms = call.terms();
-        if terms.client_half_close {
+        let walk = Walk::new(self, self.decide(&request).await?, began);
+        if walk.terms.client_half_close {
             self.leaving.set(Leaving::Broken);
         }
-        let sending = self.compose(request, passing, &terms);
-        let walked = Walk::new(self, &mut call, began).run(sending).await;
-        if let Err(end) = &walked
-            && let Some(event) = self.told(end)
-        {
-            call.report(event);
-        }
-        walked
+        let sending = self.compose(request, passing, &walk.terms);
+        Ok(Taken::Decided(walk, sending))
     }
 
-    /// What an end means to the request's rule.
-    fn told(&self, end: &End) -> Option<Event> {
+    /// Gives the client what an end leaves it.
+    async fn conclude(&self, end: End) -> After {
         match end {
-            End::Stopped(Stop::Left) => Some(Event::ClientLeft(self.phase.get())),
+            End::Quiet | End::Stopped(Stop::Ordered) | End::BrokenOff { reset: false } => After::Close,
+            End::Stopped(Stop::Left) => {
+                self.lane().meter.client_left(self.phase.get());
+                After::Close
+            }
+            End::Stopped(Stop::TimedOut(limit)) => Box::pin(self.reply(&timed_out(limit))).await,
+            End::Stopped(Stop::Malformed) => Box::pin(self.reply(&Refusal::Chunk.into())).await,
+            End::Reply(reply) => Box::pin(self.reply(&reply)).await,
+            End::BrokenOff { reset: true } => After::Reset,
+        }
+    }
+}
+
+impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
+    /// Gives the client what an end leaves it, and tells the rule.
+    pub(super) async fn conclude(&mut self, end: End) -> After {
+        let event = match &end {
+            End::Stopped(Stop::Left) => Some(Event::ClientLeft(self.client.phase.get())),
             End::Stopped(Stop::TimedOut(limit)) => Some(Event::Replied { status: timed_out(*limit).status() }),
             End::Stopped(Stop::Malformed) => Some(Event::Replied { status: Refusal::Chunk.status() }),
             End::Reply(reply) => Some(Event::Replied { status: reply.status() }),
             End::Stopped(Stop::Ordered) | End::Quiet | End::BrokenOff { .. } => None,
+        };
+        if let Some(event) = event {
+            self.call.report(event);
         }
+        self.client.conclude(end).await
     }
 }
 

@@ -189,7 +189,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         }
         self.lane().meter.offloaded();
         let decided = tokio::time::timeout(self.lane().config.decision_budget, decided);
-        match self.watch(None, decided).await? {
+        match self.watch(None, Box::pin(decided)).await? {
             Ok(Ok(call)) => Ok(call?),
             Ok(Err(_)) | Err(_) => Ok(backplane.begin_hastily(request, Haste::Budget)?),
         }

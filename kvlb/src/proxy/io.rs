@@ -2,7 +2,8 @@
 //!
 //! Buffers travel by value: io_uring owns a buffer while the kernel fills it, so a read takes a [`Chunk`] and hands it
 //! back. A read or write that is dropped before it is done leaves the connection good for nothing but closing; the two
-//! waits ([`Stream::readable`], [`Stream::closed`]) hold no buffer and may be dropped at any time. Dropping a stream
+//! waits ([`Stream::poll_readable`], [`Stream::poll_closed`]) hold no buffer and may be given up at any time. All of them are
+//! for one task at a time. Dropping a stream
 //! closes it, whatever is still under way.
 
 use std::fmt;
@@ -11,6 +12,7 @@ use std::io;
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::AsFd;
 use std::str::FromStr;
+use std::task::{Context, Poll};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::SockRef;
@@ -129,17 +131,22 @@ pub(super) enum Leaving {
 
 /// A connection.
 pub(super) trait Stream: 'static {
-    /// Waits until a read would not wait: there is data, the peer's end, or an error.
-    fn readable(&self) -> impl Future<Output = ()>;
+    /// A read under way.
+    type Read<'a>: Future<Output = (io::Result<usize>, Chunk)> + Unpin;
+    /// A write under way.
+    type Write<'a>: Future<Output = (io::Result<()>, Chunk)> + Unpin;
 
-    /// Waits until the peer is gone, also while its data lies unread.
-    fn closed(&self, leaving: Leaving) -> impl Future<Output = ()>;
+    /// Ready when a read would not wait: there is data, the peer's end, or an error.
+    fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()>;
+
+    /// Ready when the peer is gone, also while its data lies unread.
+    fn poll_closed(&self, leaving: Leaving, cx: &mut Context<'_>) -> Poll<()>;
 
     /// Reads some bytes behind those that `into` holds. `Ok(0)` is the peer's end. `into` must have spare room.
-    fn read(&self, into: Chunk) -> impl Future<Output = (io::Result<usize>, Chunk)>;
+    fn read(&self, into: Chunk) -> Self::Read<'_>;
 
     /// Writes all that `from` holds; it comes back unchanged.
-    fn write_all(&self, from: Chunk) -> impl Future<Output = (io::Result<()>, Chunk)>;
+    fn write_all(&self, from: Chunk) -> Self::Write<'_>;
 
     /// Whether the connection is open and has nothing to read: fit to carry another request.
     fn silent(&self) -> bool;

@@ -24,6 +24,7 @@ mod io;
 mod lane;
 mod meter;
 mod models;
+mod relay;
 mod ring;
 #[cfg(test)]
 mod suite;

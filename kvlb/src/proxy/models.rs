@@ -31,16 +31,13 @@ enum List {
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
     /// Answers a request for the list of models where more than one rule has a part in it.
     pub(super) async fn list_models(&self, request: &Arc<Request>) -> Result<Option<After>, End> {
-        if !asks_for_models(&request.head) {
-            return Ok(None);
-        }
         let calls = self.lane().backplane.models(request);
         if calls.is_empty() {
             return Ok(None);
         }
         let (mut lists, mut other) = (Vec::new(), None);
-        for mut call in calls {
-            match Walk::new(self, &mut call, clock::now()).fetch_models(&request.head).await {
+        for call in calls {
+            match Walk::new(self, call, clock::now()).fetch_models(&request.head).await {
                 Ok(List::Models(list)) => lists.push(list),
                 Ok(List::Other(reply)) | Err(End::Reply(reply)) => other = other.or(Some(reply)),
                 Err(end) => return Err(end),
@@ -101,7 +98,8 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     }
 }
 
-fn asks_for_models(head: &Head) -> bool {
+/// Whether a request is for the list of models.
+pub(super) fn asks_for_models(head: &Head) -> bool {
     head.method() == "GET" && head.path().trim_end_matches('/') == "/v1/models"
 }
 

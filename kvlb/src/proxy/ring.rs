@@ -18,10 +18,10 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use io_uring::{cqueue, opcode, types};
+use io_uring::{cqueue, opcode, squeue, types};
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, Type};
 use tokio_uring::{InFlightOneshot, OneshotOutputTransform, UnsubmittedOneshot};
 
@@ -147,6 +147,30 @@ impl UringStream {
         }
     }
 
+    fn transfer(&self, chunk: Chunk, entry: squeue::Entry) -> InFlightOneshot<Transfer, Transferred> {
+        let owned = Transfer { _socket: Rc::clone(&self.socket), chunk };
+        UnsubmittedOneshot::new(owned, Transferred, entry).submit()
+    }
+
+    /// Sends what lies behind the first `sent` bytes.
+    fn send(&self, chunk: Chunk, sent: usize) -> InFlightOneshot<Transfer, Transferred> {
+        let rest = &chunk.bytes()[sent..];
+        let length = u32::try_from(rest.len()).unwrap_or(u32::MAX);
+        // MSG_WAITALL: a short send goes on in the kernel instead of coming back here.
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+        let entry = opcode::Send::new(fd(&*self.socket), rest.as_ptr(), length).flags(flags).build();
+        self.transfer(chunk, entry)
+    }
+}
+
+impl Stream for UringStream {
+    type Read<'a> = Reading;
+    type Write<'a> = Writing<'a>;
+
+    fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        poll_wait(&self.readable, &self.socket, READABLE, cx).map(|_events| ())
+    }
+
     fn poll_closed(&self, leaving: Leaving, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             if self.broken.get() || (leaving == Leaving::HalfClose && self.half_closed.get()) {
@@ -162,49 +186,16 @@ impl UringStream {
             }
         }
     }
-}
 
-impl Stream for UringStream {
-    fn readable(&self) -> impl Future<Output = ()> {
-        poll_fn(|cx| poll_wait(&self.readable, &self.socket, READABLE, cx).map(|_events| ()))
-    }
-
-    fn closed(&self, leaving: Leaving) -> impl Future<Output = ()> {
-        poll_fn(move |cx| self.poll_closed(leaving, cx))
-    }
-
-    async fn read(&self, mut into: Chunk) -> (io::Result<usize>, Chunk) {
+    fn read(&self, mut into: Chunk) -> Reading {
         let room = into.spare_mut();
         let length = u32::try_from(room.len()).unwrap_or(u32::MAX);
         let entry = opcode::Recv::new(fd(&*self.socket), room.as_mut_ptr(), length).build();
-        let owned = Transfer { _socket: Rc::clone(&self.socket), chunk: into };
-        let (result, mut chunk) = UnsubmittedOneshot::new(owned, Transferred, entry).submit().await;
-        if let Ok(count) = result {
-            chunk.advance(count);
-        }
-        (result, chunk)
+        Reading(self.transfer(into, entry))
     }
 
-    async fn write_all(&self, from: Chunk) -> (io::Result<()>, Chunk) {
-        let mut chunk = from;
-        let mut sent = 0;
-        while sent < chunk.len() {
-            let rest = &chunk.bytes()[sent..];
-            let length = u32::try_from(rest.len()).unwrap_or(u32::MAX);
-            // MSG_WAITALL: a short send goes on in the kernel instead of coming back here.
-            let entry = opcode::Send::new(fd(&*self.socket), rest.as_ptr(), length)
-                .flags(libc::MSG_NOSIGNAL | libc::MSG_WAITALL)
-                .build();
-            let owned = Transfer { _socket: Rc::clone(&self.socket), chunk };
-            let result;
-            (result, chunk) = UnsubmittedOneshot::new(owned, Transferred, entry).submit().await;
-            match result {
-                Ok(0) => return (Err(ErrorKind::WriteZero.into()), chunk),
-                Ok(count) => sent += count,
-                Err(error) => return (Err(error), chunk),
-            }
-        }
-        (Ok(()), chunk)
+    fn write_all(&self, from: Chunk) -> Writing<'_> {
+        Writing { stream: self, sent: 0, transfer: self.send(from, 0) }
     }
 
     fn silent(&self) -> bool {
@@ -238,6 +229,47 @@ impl Drop for UringStream {
         // wait but the one for a break behind a half-close.
         let gently = self.reset.get() && !self.half_closed.get();
         shut(&*self.socket, if gently { Shutdown::Read } else { Shutdown::Both });
+    }
+}
+
+/// A read under way.
+pub(super) struct Reading(InFlightOneshot<Transfer, Transferred>);
+
+impl Future for Reading {
+    type Output = (io::Result<usize>, Chunk);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let (result, mut chunk) = ready!(Pin::new(&mut self.0).poll(cx));
+        if let Ok(count) = result {
+            chunk.advance(count);
+        }
+        Poll::Ready((result, chunk))
+    }
+}
+
+/// A write under way.
+pub(super) struct Writing<'a> {
+    stream: &'a UringStream,
+    sent: usize,
+    transfer: InFlightOneshot<Transfer, Transferred>,
+}
+
+impl Future for Writing<'_> {
+    type Output = (io::Result<()>, Chunk);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        loop {
+            let (result, chunk) = ready!(Pin::new(&mut self.transfer).poll(cx));
+            match result {
+                Ok(count) if self.sent + count >= chunk.len() => return Poll::Ready((Ok(()), chunk)),
+                Ok(0) => return Poll::Ready((Err(ErrorKind::WriteZero.into()), chunk)),
+                Ok(count) => {
+                    self.sent += count;
+                    self.transfer = self.stream.send(chunk, self.sent);
+                }
+                Err(error) => return Poll::Ready((Err(error), chunk)),
+            }
+        }
     }
 }
 
@@ -308,7 +340,7 @@ fn poll_wait<S: AsRawFd + Unpin>(
         let entry = opcode::PollAdd::new(fd(&**socket), u32::from(events.cast_unsigned())).build();
         Wait(UnsubmittedOneshot::new(Rc::clone(socket), Polled(std::marker::PhantomData), entry).submit())
     });
-    let events = std::task::ready!(Pin::new(&mut wait.0).poll(cx));
+    let events = ready!(Pin::new(&mut wait.0).poll(cx));
     *slot = None;
     Poll::Ready(events)
 }

@@ -1,7 +1,7 @@
 //! The way of a request to its endpoint: whole from memory, or through as it comes.
 
 use std::cell::Cell;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -256,7 +256,7 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
     async fn read(&self, front: usize) -> Result<Chunk, Uploaded> {
         let stream = &self.client.stream;
         let piece = async {
-            stream.readable().await;
+            poll_fn(|cx| stream.poll_readable(cx)).await;
             stream.read(Chunk::with_room(front, LARGE - MEDIUM)).await
         };
         match tokio::time::timeout(self.limit, piece).await {

@@ -25,7 +25,7 @@ const CONNECTING_MAX: Duration = Duration::from_secs(10);
 /// A decided request on its way to an answer.
 pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
     pub(super) client: &'a Client<'s, B, P>,
-    pub(super) call: &'a mut P::Call,
+    pub(super) call: P::Call,
     pub(super) terms: Terms,
     pub(super) began: Instant,
     total: Option<Instant>,
@@ -40,10 +40,39 @@ type GuardOf<P> = <<P as Backplane>::Call as Call>::Guard;
 /// An endpoint and a connection to it.
 type Reached<B, P> = (Leg<<B as Backend>::Stream>, TargetOf<P>);
 
+/// An answer that has not been relayed yet.
+pub(super) struct Held<B: Backend, P: Backplane> {
+    pub(super) leg: Leg<B::Stream>,
+    pub(super) target: Target<Option<GuardOf<P>>>,
+    pub(super) answer: HeardHead,
+    /// The endpoint's connection is not fit for another request.
+    pub(super) spoilt: bool,
+}
+
+impl<B: Backend, P: Backplane> Held<B, P> {
+    fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Box<Self> {
+        let Target { position, addresses, fields, guard } = target;
+        Box::new(Self {
+            leg,
+            target: Target { position, addresses, fields, guard: Some(guard) },
+            answer,
+            spoilt: false,
+        })
+    }
+}
+
+/// Where a walk led.
+pub(super) enum Walked<B: Backend, P: Backplane> {
+    /// To an answer, and nothing else is left to do.
+    Answer(Box<Held<B, P>>),
+    /// To the end of the exchange.
+    Done(After),
+}
+
 /// How one try ended.
 enum Try<B: Backend, P: Backplane> {
-    /// The answer has been relayed.
-    Relayed(After),
+    /// With the answer.
+    Walked(Walked<B, P>),
     /// A reused connection ended before any byte of an answer.
     Stale(Parcel, TargetOf<P>),
     /// The endpoint said that it has not started; its answer is kept, should nobody have a better one.
@@ -52,31 +81,18 @@ enum Try<B: Backend, P: Backplane> {
     Failed(Reply),
 }
 
-/// An answer that has not been relayed yet.
-pub(super) struct Held<B: Backend, P: Backplane> {
-    pub(super) leg: Leg<B::Stream>,
-    pub(super) target: Target<Option<GuardOf<P>>>,
-    pub(super) answer: HeardHead,
-}
-
-impl<B: Backend, P: Backplane> Held<B, P> {
-    fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Self {
-        let Target { position, addresses, fields, guard } = target;
-        Self { leg, target: Target { position, addresses, fields, guard: Some(guard) }, answer }
-    }
-}
-
 impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
-    pub(super) fn new(client: &'a Client<'s, B, P>, call: &'a mut P::Call, began: Instant) -> Self {
+    pub(super) fn new(client: &'a Client<'s, B, P>, call: P::Call, began: Instant) -> Self {
         let terms = call.terms();
         let total = terms.limits.total.map(|limit| began + limit);
         Self { client, call, terms, began, total }
     }
 
-    pub(super) async fn run(mut self, sending: Sending) -> Result<After, End> {
+    pub(super) async fn run(&mut self, sending: Sending) -> Result<Walked<B, P>, End> {
         match sending {
             Sending::Whole(parcel) => self.send_until_answered(parcel).await,
-            Sending::Through(head, passing) => self.send_once(head, passing).await,
+            // Boxed as everything that is rare: the others need not carry it.
+            Sending::Through(head, passing) => Box::pin(self.send_once(head, passing)).await,
         }
     }
 
@@ -91,7 +107,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.arm(self.terms.limits.idle, Limit::Pause);
     }
 
-    async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<After, End> {
+    async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<Walked<B, P>, End> {
         let (mut tried, mut sends) = (Vec::new(), 0);
         let mut busy: Option<Box<Held<B, P>>> = None;
         let mut reached = self.reach(&mut tried, None, true).await?;
@@ -99,8 +115,8 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             sends += 1;
             let may_hold = busy.is_none() && sends < SENDS_MAX;
             let (next, reuse) = match self.try_once(reached, parcel, may_hold, &mut busy).await? {
-                Try::Relayed(after) => return Ok(after),
-                Try::Failed(reply) => return self.fall_back(busy, reply).await,
+                Try::Walked(walked) => return Ok(walked),
+                Try::Failed(reply) => return fall_back(busy, reply),
                 Try::Stale(back, target) => {
                     self.client.lane().meter.retried(Retry::StaleConnection);
                     parcel = back;
@@ -110,7 +126,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                     tried.push(held.target.position);
                     // It has not started, so nothing is in flight there.
                     held.target.guard = None;
-                    let Some(other) = self.another(&tried) else { return self.relay(*held, None).await };
+                    let Some(other) = self.another(&tried) else { return Ok(Walked::Answer(held)) };
                     parcel = back;
                     busy = Some(held);
                     // The last try must not be spent on a connection that may be stale.
@@ -118,17 +134,9 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 }
             };
             reached = match self.reach(&mut tried, Some(next), reuse).await {
-                Err(End::Reply(reply)) => return self.fall_back(busy, reply).await,
+                Err(End::Reply(reply)) => return fall_back(busy, reply),
                 reached => reached?,
             };
-        }
-    }
-
-    /// Nobody has a better answer than the endpoint that was busy, if there was one.
-    async fn fall_back(&mut self, busy: Option<Box<Held<B, P>>>, reply: Reply) -> Result<After, End> {
-        match busy {
-            Some(held) => self.relay(*held, None).await,
-            None => Err(reply.into()),
         }
     }
 
@@ -143,14 +151,14 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// A body that goes through as it comes cannot be sent twice.
-    async fn send_once(&mut self, head: Vec<u8>, passing: Box<Passing>) -> Result<After, End> {
+    async fn send_once(&mut self, front: Vec<u8>, passing: Box<Passing>) -> Result<Walked<B, P>, End> {
         let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
-        let send = pin!(send_through(self.client, Rc::clone(&leg.stream), head, passing));
+        let send = pin!(send_through(self.client, Rc::clone(&leg.stream), front, passing));
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Body);
         self.arm(None, Limit::Total);
         match self.hear(&leg, &target, &mut upload).await? {
-            Heard::Head(answer) => self.relay(Held::new(leg, target, answer), Some(upload)).await,
+            Heard::Head(answer) => self.answered(Held::new(leg, target, answer), upload).await,
             Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
             Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
         }
@@ -171,15 +179,15 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
             Heard::Head(answer) => {
-                let waiting = Held::new(leg, target, answer);
-                if may_hold && waiting.answer.head.is_busy() && upload.is_sent() {
-                    if let Some(parcel) = upload.into_parcel().await {
-                        return Ok(Try::Busy(Box::new(waiting), parcel));
-                    }
-                    return self.relay(waiting, None).await.map(Try::Relayed);
+                let held = Held::new(leg, target, answer);
+                if may_hold && held.answer.head.is_busy() && upload.is_sent() {
+                    return Ok(match upload.into_parcel().await {
+                        Some(parcel) => Try::Busy(held, parcel),
+                        None => Try::Walked(Walked::Answer(held)),
+                    });
                 }
                 *busy = None;
-                self.relay(waiting, Some(upload)).await.map(Try::Relayed)
+                self.answered(held, upload).await.map(Try::Walked)
             }
             Heard::Silence if leg.reused => {
                 leg.stream.abort();
@@ -191,6 +199,25 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             Heard::Silence | Heard::BrokenOff => Ok(Try::Failed(self.died(target.position, None))),
             Heard::Nonsense(error) => Ok(Try::Failed(self.died(target.position, Some(error)))),
         }
+    }
+
+    /// The answer is there. Where the request is still on its way, both go on together, and the endpoint's connection is
+    /// good for another request only if all of this one got there.
+    async fn answered(&mut self, mut held: Box<Held<B, P>>, mut upload: Upload<'_>) -> Result<Walked<B, P>, End> {
+        upload.answered();
+        if upload.is_sent() {
+            self.client.received();
+        }
+        if upload.ended_at().is_some() {
+            held.spoilt = !upload.is_sent();
+            return Ok(Walked::Answer(held));
+        }
+        let after = Box::pin(self.relay(&mut held, Some(&mut upload))).await?;
+        if upload.is_sent() {
+            drop(upload);
+            self.keep(*held);
+        }
+        Ok(Walked::Done(after))
     }
 
     pub(super) fn then(&self) -> Then<'a> {
@@ -234,7 +261,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 return Ok((leg, target));
             }
             let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
-            let failure = match self.client.watch(None, connect).await? {
+            let failure = match self.client.watch(None, Box::pin(connect)).await? {
                 Ok(leg) => return Ok((leg, target)),
                 Err(failure) => failure,
             };
@@ -249,6 +276,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             }
         }
     }
+}
+
+/// Nobody has a better answer than the endpoint that was busy, if there was one.
+fn fall_back<B: Backend, P: Backplane>(busy: Option<Box<Held<B, P>>>, reply: Reply) -> Result<Walked<B, P>, End> {
+    busy.map(Walked::Answer).ok_or_else(|| reply.into())
 }
 
 fn nobody(failed: bool) -> Reply {

@@ -1,0 +1,158 @@
+//! The way of an answer to the client: every byte as it comes.
+//!
+//! Most of a stream's life is spent here, so this is a small future of its own: everything that led to the answer, the
+//! request's memory included, is gone by then.
+
+use super::backplane::{Backplane, Call, Event, Phase};
+use super::buffer::{Chunk, LARGE, MEDIUM, SMALL};
+use super::client::{After, Stop};
+use super::exchange::End;
+use super::http::{AnswerBody, AnswerError, Closing};
+use super::io::{Backend, Stream};
+use super::meter::Direction;
+use super::upload::Upload;
+use super::walk::{Held, Walk};
+use crate::clock;
+
+/// An answer that is ready to be relayed.
+pub(super) struct Relay<'a, 's, B: Backend, P: Backplane> {
+    pub(super) walk: Walk<'a, 's, B, P>,
+    pub(super) held: Box<Held<B, P>>,
+}
+
+impl<B: Backend, P: Backplane> Relay<'_, '_, B, P> {
+    /// Relays it to its end.
+    pub(super) async fn run(mut self) -> After {
+        match self.walk.relay(&mut self.held, None).await {
+            Ok(after) => {
+                self.walk.keep(*self.held);
+                after
+            }
+            Err(end) => self.walk.conclude(end).await,
+        }
+    }
+}
+
+impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
+    /// Relays an answer to its end, while the rest of the request may still be on its way.
+    pub(super) async fn relay(
+        &mut self,
+        held: &mut Held<B, P>,
+        mut upload: Option<&mut Upload<'_>>,
+    ) -> Result<After, End> {
+        let (position, status, waited) = (held.target.position, held.answer.head.status, held.answer.waited);
+        self.call.report(Event::Answered { position, status, waited });
+        self.client.phase.set(Phase::Stream);
+        let body = held.answer.head.body(self.client.is_http_1_0());
+        let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
+        let mut flow = Flow { body, excess: false, passed: 0 };
+        let mut piece = self.first_piece(held, &mut flow, closing)?;
+        let broken = loop {
+            self.arm_pause();
+            if !piece.is_empty() {
+                flow.passed += piece.len() as u64;
+                match self.client.watch(upload.as_deref_mut(), self.client.stream.write_all(piece)).await {
+                    Ok((Ok(()), back)) => piece = back,
+                    Ok((Err(_gone), _piece)) => break Broken::Stopped(Stop::Left),
+                    Err(stop) => break Broken::Stopped(stop),
+                }
+            }
+            if flow.body.is_done() {
+                return Ok(self.finished(held, &flow, closing));
+            }
+            let room = flow.room(piece);
+            match self.client.watch(upload.as_deref_mut(), held.leg.stream.read(room)).await {
+                Ok((Ok(count), back)) if count > 0 => match flow.take(back) {
+                    Ok(next) => piece = next,
+                    Err(_malformed) => break Broken::Endpoint,
+                },
+                Ok((Ok(_end), _piece)) if flow.body.ends_with_connection() => {
+                    return Ok(self.finished(held, &flow, closing));
+                }
+                Ok((_end_or_error, _piece)) => break Broken::Endpoint,
+                Err(stop) => break Broken::Stopped(stop),
+            }
+        };
+        Err(self.broke_off(broken, position, &flow))
+    }
+
+    /// The head as the client gets it, with what has come of the body behind it.
+    fn first_piece(&mut self, held: &mut Held<B, P>, flow: &mut Flow, closing: Closing) -> Result<Chunk, End> {
+        let mut bytes = std::mem::replace(&mut held.answer.bytes, Chunk::none());
+        let mut front = self.client.lane().scratch();
+        held.answer.head.write_for_client(bytes.bytes(), &mut front, &flow.body, closing, &held.target.fields);
+        bytes.consume(held.answer.head.length);
+        let first = flow.take(bytes).map(|mut piece| {
+            piece.prepend(&front);
+            piece
+        });
+        self.client.lane().keep_scratch(front);
+        let first = first.map_err(|error| self.died(held.target.position, Some(error)))?;
+        self.client.lane().meter.answered(held.answer.head.status, None);
+        Ok(first)
+    }
+
+    fn finished(&mut self, held: &mut Held<B, P>, flow: &Flow, closing: Closing) -> After {
+        held.spoilt |= flow.excess;
+        self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
+        self.call.report(Event::Finished { position: held.target.position, bytes: flow.passed });
+        self.client.after(closing)
+    }
+
+    /// Keeps an endpoint's connection for another request, where it is fit for one.
+    pub(super) fn keep(&self, held: Held<B, P>) {
+        if held.answer.head.keep_alive && !held.spoilt {
+            self.client.lane().keep_leg(held.leg, clock::now());
+        }
+    }
+
+    /// The client has seen the answer's beginning: whatever ended it, no answer of ours can follow.
+    fn broke_off(&mut self, broken: Broken, position: usize, flow: &Flow) -> End {
+        self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
+        match broken {
+            Broken::Stopped(Stop::Left) => return Stop::Left.into(),
+            Broken::Stopped(Stop::TimedOut(_)) => self.call.report(Event::TimedOut { position }),
+            Broken::Stopped(Stop::Ordered | Stop::Malformed) => {}
+            Broken::Endpoint => self.call.report(Event::BrokeOff { position }),
+        }
+        End::BrokenOff { reset: !flow.body.is_delimited() }
+    }
+}
+
+/// Why relaying ended before the answer did.
+#[derive(Clone, Copy)]
+enum Broken {
+    Stopped(Stop),
+    /// The endpoint's connection ended, or its chunks are none.
+    Endpoint,
+}
+
+/// An answer's body on its way.
+struct Flow {
+    body: AnswerBody,
+    excess: bool,
+    passed: u64,
+}
+
+impl Flow {
+    /// Follows the body through a piece, and keeps of it what goes on.
+    fn take(&mut self, mut piece: Chunk) -> Result<Chunk, AnswerError> {
+        let progress = self.body.take(piece.bytes_mut())?;
+        self.excess |= progress.excess;
+        piece.truncate(progress.pass);
+        Ok(piece)
+    }
+
+    /// Room for the next piece: small while pieces are, so that a waiting stream holds little.
+    fn room(&self, last: Chunk) -> Chunk {
+        let wanted = match self.body.left() {
+            Some(left) => usize::try_from(left).unwrap_or(usize::MAX).min(LARGE),
+            None if last.spare() == 0 && last.capacity() < MEDIUM => MEDIUM,
+            None if last.spare() == 0 => LARGE,
+            None => SMALL,
+        };
+        let mut last = last;
+        last.clear(0);
+        if last.capacity() >= wanted && last.capacity() < 4 * wanted { last } else { Chunk::with_room(0, wanted) }
+    }
+}

@@ -1,5 +1,6 @@
 //! What the API shows of the state.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -101,12 +102,7 @@ impl Live for LiveState {
     }
 
     fn notes(&self, rule: RuleId) -> Vec<String> {
-        let Some(service) = self.service(rule) else { return Vec::new() };
-        if service.rule().kv.mode == ExactMode::Off {
-            return Vec::new();
-        }
-        let note = |model: &String| tokenizer_trouble(self.state.tokenizers.status(model)?, model);
-        models(&service).iter().filter_map(note).collect()
+        self.service(rule).map(|service| tokenizer_notes(&self.state, &service)).unwrap_or_default()
     }
 
     fn metrics(&self) -> String {
@@ -121,40 +117,32 @@ impl Live for LiveState {
     }
 }
 
-/// The models that a rule serves: its own, else those that its engines list, of which a few are enough to see what is wrong.
-fn models(service: &Service) -> Vec<String> {
-    const SHOWN_MAX: usize = 8;
-    if let Some(model) = &service.rule().key.model {
-        return vec![model.clone()];
+/// What keeps a rule's prompts from becoming tokens: files that are missing, or not understood.
+fn tokenizer_notes(state: &State, service: &Service) -> Vec<String> {
+    if service.rule().kv.mode == ExactMode::Off {
+        return Vec::new();
     }
-    let listed = service.endpoints.iter().flat_map(|endpoint| endpoint.meters.models().to_vec());
-    let mut models: Vec<_> = listed.filter(|listed| listed.parent.is_none()).map(|listed| listed.id).collect();
-    models.sort_unstable();
-    models.dedup();
-    models.truncate(SHOWN_MAX);
-    models
+    let mut models: BTreeSet<String> = service.rule().key.model.iter().cloned().collect();
+    for endpoint in &service.endpoints {
+        let listed = endpoint.meters.models();
+        models.extend(listed.iter().filter(|model| model.parent.is_none()).map(|model| model.id.clone()));
+    }
+    models.iter().filter_map(|model| Some(format!("{model}: {}", trouble(&state.tokenizers.status(model)?)?))).collect()
 }
 
-/// Why requests for a model are routed without looking at their blocks, if so.
-fn tokenizer_trouble(staged: Staged, model: &str) -> Option<String> {
-    let routed = "are routed without their blocks";
+/// What is wrong with a staged tokenizer; `None`: nothing.
+fn trouble(staged: &Staged) -> Option<String> {
     let tokenizer = match staged {
-        Staged::Unusable(why) => return Some(format!("model {model}: requests {routed}: {why}")),
+        Staged::Unusable(why) => return Some(format!("prompts cannot become tokens: {why}")),
         Staged::Ready(tokenizer) => tokenizer,
     };
     let status = tokenizer.status();
     if let Some(miss) = status.text {
-        return Some(format!("model {model}: requests {routed}: {}", miss.detail()));
+        return Some(format!("prompts cannot become tokens exactly ({})", miss.detail()));
     }
-    let why = match (status.template, status.chat) {
-        (Some(template), Some(_)) => format!("the chat template: {template}"),
-        (None, Some(_)) if tokenizer.template_missing() => {
-            "no chat template: stage the model's tokenizer_config.json or chat_template.jinja".to_owned()
-        }
-        (None, Some(miss)) => miss.detail().to_owned(),
-        (_, None) => return None,
-    };
-    Some(format!("model {model}: chats {routed}: {why}"))
+    let miss = status.chat?;
+    let template = status.template.map(|why| format!(": {why}")).unwrap_or_default();
+    Some(format!("chats cannot be rendered exactly ({}){template}", miss.detail()))
 }
 
 fn kv_view(kv: &EndpointKv) -> KvView {

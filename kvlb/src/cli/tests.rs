@@ -402,10 +402,6 @@ impl crate::control::Live for Quiet {
         None
     }
 
-    fn notes(&self, _: RuleId) -> Vec<String> {
-        Vec::new()
-    }
-
     fn metrics(&self) -> String {
         "# nothing\n".to_owned()
     }

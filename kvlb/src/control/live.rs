@@ -17,7 +17,7 @@ pub trait Live: Send + Sync {
     /// What would become of a request; `None` where the rule is not in force.
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation>;
 
-    /// What an operator should know of a rule beyond what its own fields say.
+    /// What an operator should know of a rule that traffic has shown, in words.
     fn notes(&self, rule: RuleId) -> Vec<String>;
 
     /// All metrics, as Prometheus text.

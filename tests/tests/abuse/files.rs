@@ -143,7 +143,7 @@ async fn a_tokenizer_that_is_missing_or_damaged_is_noted_and_its_repair_is_seen(
     // Repaired, with chats still without a template, and then with one.
     fs::remove_file(&file).unwrap();
     fs::copy(super::stage::tiny().join("tokenizer.json"), &file).unwrap();
-    until_noted(&stage, "no chat template").await;
+    until_noted(&stage, "no_template").await;
     let warm = async || reason(&stage, "/v1/completions", &prompt).await.is_empty();
     eventually(SOON, "the blocks of a completion are found", warm).await.unwrap();
     stage_tokenizer(dir.path(), "org__broken");

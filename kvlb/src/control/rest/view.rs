@@ -25,8 +25,8 @@ fn rule(entry: &Entry, live: &dyn Live) -> Value {
                     add_live(row, rule, position, live);
                 }
             }
-            let own = wire::notes(rule).into_iter().map(str::to_owned);
-            let notes: Vec<_> = own.chain(live.notes(rule.id)).collect();
+            let mut notes: Vec<String> = wire::notes(rule).into_iter().map(Into::into).collect();
+            notes.extend(live.notes(rule.id));
             if !notes.is_empty() {
                 shown.insert("notes".to_owned(), json!(notes));
             }

@@ -390,6 +390,10 @@ async fn what_is_saved_can_be_applied() {
 struct Quiet;
 
 impl crate::control::Live for Quiet {
+    fn notes(&self, _: RuleId) -> Vec<String> {
+        Vec::new()
+    }
+
     fn endpoint(&self, _: RuleId, _: usize) -> Option<crate::control::live::EndpointView> {
         None
     }

@@ -3,6 +3,7 @@
 //! Handlers read a request, ask the store or the live side off the API's threads, and shape the answer. Every answer that
 //! is not a success is a [`Problem`].
 
+mod door;
 mod endpoints;
 mod kv;
 mod rules;
@@ -99,7 +100,7 @@ pub async fn serve(
     if !address.ip().is_loopback() {
         tracing::warn!(%address, "the API has no authentication and is reachable from other hosts");
     }
-    axum::serve(listener, router(api)).with_graceful_shutdown(stop).await
+    axum::serve(door::Door::new(listener), router(api)).with_graceful_shutdown(stop).await
 }
 
 /// The API's paths.

@@ -96,7 +96,7 @@ impl Meter for ProxyMeter {
         self.metrics.tick_lag_seconds.with_label_values(&thread).set(pulse.late.as_secs_f64());
         self.metrics.endpoint_idle.with_label_values(&thread).set(gauge(pulse.idle_endpoint_connections));
         self.metrics.thread_connections.with_label_values(&thread).set(gauge(pulse.clients));
-        self.metrics.buffer_bytes.set(gauge(pulse.buffer_bytes));
+        self.metrics.buffer_bytes.with_label_values(&thread).set(gauge(pulse.buffer_bytes));
         self.metrics.body_bytes_held.set(gauge(pulse.body_bytes_held));
         if pulse.late > STALL {
             self.metrics.stalls.with_label_values(&thread).inc();

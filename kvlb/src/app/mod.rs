@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -64,7 +63,9 @@ fn run(config: Config) -> Result<()> {
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
-    raise_file_limit();
+    if let Err(error) = proxy::raise_descriptor_limit() {
+        tracing::warn!(%error, "the limit of open files could not be raised");
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(CONTROL_THREADS)
         .thread_name("kvlb-control")
@@ -257,13 +258,4 @@ fn announce(about: &About, metrics: &Metrics) {
     );
     metrics.build_info.with_label_values(&[version, about.datapath.as_str(), about.io.as_str()]).set(1);
     tracing::info!(version, datapath = about.datapath, io = about.io, threads = about.threads, api = %about.api, "started");
-}
-
-/// A proxy needs a descriptor per connection and side: the soft limit of 1024 would be the first thing to run out.
-fn raise_file_limit() {
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
-        .and_then(|(soft, hard)| if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) });
-    if let Err(error) = raised {
-        tracing::warn!(%error, "the limit of open files could not be raised");
-    }
 }

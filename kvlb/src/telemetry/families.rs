@@ -110,7 +110,7 @@ families! {
     /// Client connections open on a data thread.
     thread_connections: gauges("kvlb_data_thread_connections", ["thread"]);
     /// Bytes of all buffers of the data path, in use or kept for use.
-    buffer_bytes: gauge("kvlb_buffer_bytes");
+    buffer_bytes: gauges("kvlb_buffer_bytes", ["thread"]);
     /// Connections lost to a panic of ours; any is a bug.
     panics: counter("kvlb_panics_total");
     /// Time from the end of a request to the first byte of its answer.

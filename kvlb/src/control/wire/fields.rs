@@ -166,7 +166,7 @@ pub(crate) const SERVICE: &[Field] = &[
     stored("projectId", Text, "a mark for controllers"),
     stored("annotations", Any, "a mark for controllers"),
     stored("sse_mode", Bool, "streamed answers are always relayed as they come"),
-    stored("cb_enable", Bool, "the circuit breaker is always on"),
+    stored("cb_enable", Bool, "there is no circuit breaker yet: probes and retries keep traffic off a dead endpoint"),
     stored("backend_keepalive_interval_sec", DAY_SECONDS, "idle endpoint connections are checked before reuse"),
     stored("chwbl_prefix_hash_level", COUNT, PREFIX_RING),
     stored("chwbl_prefix_hash_flags", COUNT, PREFIX_RING),

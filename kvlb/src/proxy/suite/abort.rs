@@ -51,6 +51,7 @@ fn leaving_within_the_head_or_body_bothers_no_endpoint(io: Io) {
         client.leave();
     }
     rig.client().leave();
+    eventually("all have been here", || rig.counts.get("opened") == 3);
     rig.settled();
     assert_eq!((rig.counts.get("left head"), rig.counts.get("left body")), (1, 1));
     assert_eq!(endpoint.connections(), 0);
@@ -228,6 +229,7 @@ fn load_never_drifts_however_clients_leave(io: Io) {
             socket2::SockRef::from(&client.stream).set_linger(Some(Duration::ZERO)).unwrap();
         }
     }
+    eventually("all have been here", || rig.counts.get("opened") == 400);
     rig.settled();
     eventually("nothing of a body is held", || rig.counts.get("body bytes held") == 0);
     assert_eq!(rig.counts.get("panicked"), 0);

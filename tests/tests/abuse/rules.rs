@@ -362,8 +362,8 @@ async fn rules_that_come_and_go_all_the_time_leave_nothing_and_disturb_no_traffi
     let grown = stage.memory().saturating_sub(memory);
     assert!(grown < 24 << 20, "{grown} bytes more after 100 rules");
     let page = stage.kvlb.ask("GET", "/metrics", None).await.unwrap().body.text();
-    let outdated: Vec<_> =
+    let left_over: Vec<_> =
         page.lines().filter(|line| line.contains("service=\"") && !line.contains("service=\"1\"")).collect();
-    assert_eq!(outdated, Vec::<&str>::new(), "series go when their rule goes");
+    assert_eq!(left_over, Vec::<&str>::new(), "series go when their rule goes");
     stage.close().await;
 }

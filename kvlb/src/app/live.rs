@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
@@ -24,12 +24,13 @@ const KEYING: &str = "parity";
 /// kvlb's state, as the API reads it.
 pub(super) struct LiveState {
     state: Arc<State>,
-    kernel: Option<Arc<Mutex<Kernel>>>,
+    /// Weak, so that the kernel side can be taken down while the API still answers.
+    kernel: Option<Weak<Mutex<Kernel>>>,
 }
 
 impl LiveState {
-    pub(super) fn new(state: Arc<State>, kernel: Option<Arc<Mutex<Kernel>>>) -> Self {
-        Self { state, kernel }
+    pub(super) fn new(state: Arc<State>, kernel: Option<&Arc<Mutex<Kernel>>>) -> Self {
+        Self { state, kernel: kernel.map(Arc::downgrade) }
     }
 
     fn service(&self, rule: RuleId) -> Option<Arc<Service>> {
@@ -38,7 +39,7 @@ impl LiveState {
 
     /// Copies the kernel's counters into the metrics.
     fn read_kernel(&self, metrics: &Metrics) {
-        let Some(kernel) = &self.kernel else { return };
+        let Some(kernel) = self.kernel.as_ref().and_then(Weak::upgrade) else { return };
         let stats = kernel.lock().stats();
         let Ok(stats) = stats else { return };
         metrics.steered.reset();

@@ -95,7 +95,7 @@ fn run(config: Config) -> Result<()> {
     };
     announce(&about, &metrics);
     let (stop_api, api_stopped) = oneshot::channel::<()>();
-    let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.clone()));
+    let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref()));
     let api = Api::new(live, about);
     api.ready(store);
     let parts = Parts { config, state, kernel, proxy: Arc::new(proxy) };

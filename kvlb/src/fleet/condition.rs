@@ -82,6 +82,8 @@ mod tests {
         assert!(Condition { probe: Probe::Up, ..Condition::default() }.eligible());
         assert!(!Condition { probe: Probe::Down, ..Condition::default() }.eligible());
         assert!(!Condition { admin: Admin::Draining, ..Condition::default() }.eligible());
-        assert!(!Condition { breaker: Breaker::Open, ..Condition::default() }.eligible());
+        let open = Condition { probe: Probe::Up, breaker: Breaker::Open, ..Condition::default() };
+        assert!(!open.eligible());
+        assert_eq!(open.label(), "breaker-open");
     }
 }

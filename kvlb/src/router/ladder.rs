@@ -219,7 +219,7 @@ fn affinity(
 }
 
 /// Fills in each candidate's overlap; returns what each endpoint holds, by position.
-pub fn weigh(score: Score, named: &Named, view: &dyn View, candidates: &mut [Candidate]) -> Vec<Overlap> {
+fn weigh(score: Score, named: &Named, view: &dyn View, candidates: &mut [Candidate]) -> Vec<Overlap> {
     let mut held = vec![Overlap::default(); candidates.len()];
     for prompt in &named.prompts {
         view.overlaps(&prompt.names, &mut held);

@@ -9,5 +9,5 @@ mod ladder;
 mod pick;
 
 pub use decision::{Decision, Miss, PromptShape, Reason, Tier};
-pub use ladder::{Named, NamedPrompt, Overlap, Service, Step, View, extra, name, route, weigh};
+pub use ladder::{Named, NamedPrompt, Overlap, Service, Step, View, extra, name, route};
 pub use pick::{Lookup, Match, rank};

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
 use serde_json::Value;
@@ -34,8 +34,6 @@ pub struct Meters {
     pub id: EndpointId,
     load: AtomicU32,
     probe: AtomicU8,
-    forced_down: AtomicBool,
-    breaker_open: AtomicBool,
     last_chosen: AtomicU64,
     requests: AtomicU64,
     bytes: AtomicU64,
@@ -50,8 +48,6 @@ impl Meters {
             id,
             load: AtomicU32::new(0),
             probe: AtomicU8::new(0),
-            forced_down: AtomicBool::new(false),
-            breaker_open: AtomicBool::new(false),
             last_chosen: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
@@ -108,21 +104,10 @@ impl Meters {
         }
     }
 
-    /// Takes the endpoint out of service, or back in, by an operator's word outside the rule; true when that changed.
-    pub fn force_down(&self, down: bool) -> bool {
-        self.forced_down.swap(down, Ordering::AcqRel) != down
-    }
-
-    /// Opens or closes the breaker; true when that changed.
-    pub fn set_breaker(&self, open: bool) -> bool {
-        self.breaker_open.swap(open, Ordering::AcqRel) != open
-    }
-
     /// The endpoint's condition, given what the rule says of it.
     pub fn condition(&self, admin: Admin) -> Condition {
-        let admin = if self.forced_down.load(Ordering::Acquire) { Admin::Down } else { admin };
-        let breaker = if self.breaker_open.load(Ordering::Acquire) { Breaker::Open } else { Breaker::Closed };
-        Condition { probe: self.probe(), admin, breaker }
+        // Nothing opens a breaker yet.
+        Condition { probe: self.probe(), admin, breaker: Breaker::Closed }
     }
 
     /// Where to connect; empty while the name has not been resolved.
@@ -185,9 +170,8 @@ mod tests {
         assert!(meters.set_probe(Probe::Down) && !meters.set_probe(Probe::Down));
         assert_eq!(meters.condition(Admin::Up).label(), "inactive");
         meters.set_probe(Probe::Up);
-        assert!(meters.set_breaker(true));
-        assert_eq!(meters.condition(Admin::Up).label(), "breaker-open");
-        assert!(meters.force_down(true));
-        assert_eq!(meters.condition(Admin::Up).label(), "admin-down");
+        assert_eq!(meters.condition(Admin::Up).label(), "active");
+        assert_eq!(meters.condition(Admin::Draining).label(), "draining");
+        assert_eq!(meters.condition(Admin::Down).label(), "admin-down");
     }
 }

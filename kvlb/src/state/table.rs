@@ -172,11 +172,6 @@ impl Service {
         let untagged = |endpoint: &Endpoint| endpoint.kv.as_ref().is_some_and(|kv| kv.era() == KeyEra::Untagged);
         if self.endpoints.iter().any(untagged) { KeyEra::Untagged } else { KeyEra::Tagged }
     }
-
-    /// Whether any endpoint may take a new request.
-    pub fn serving(&self) -> bool {
-        !self.rule().admin_down && self.endpoints.iter().any(|endpoint| endpoint.condition().eligible())
-    }
 }
 
 impl Endpoint {

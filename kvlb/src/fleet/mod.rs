@@ -10,6 +10,6 @@ mod rule;
 
 pub use condition::{Admin, Breaker, Condition, Probe};
 pub use rule::{
-    Endpoint, EndpointKey, EngineType, ExactMode, KvRule, Limits, Mode, Monitor, PortRange, ProbeKind, Role, Rule,
-    RuleId, RuleKey, Score, Selector,
+    Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor, PortRange, ProbeKind, Role,
+    Rule, RuleId, RuleKey, Score, Selector, TierWeights,
 };

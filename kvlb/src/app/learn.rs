@@ -108,7 +108,7 @@ pub(super) fn ours(rule: &Rule, seed: &NoneSeed, replay_offset: Option<u16>) -> 
         seed: seed.clone(),
         zmq_port: kv.zmq_port,
         replay_port: kv.replay_port.or_else(|| kv.zmq_port.checked_add(replay_offset?)),
-        ranks: Some(kv.dp_ranks),
+        ranks: kv.dp_ranks,
         model: rule.key.model.clone(),
     }
 }

@@ -235,6 +235,7 @@ impl Call for Errand {
             limits: Limits { ..rule.limits },
             forwarded_headers: rule.forwarded_headers,
             client_half_close: rule.client_half_close,
+            usage: false,
         }
     }
 
@@ -275,7 +276,8 @@ impl Call for Errand {
                 self.count_class(status);
                 self.settle();
             }
-            Event::Finished { position, bytes } => {
+            Event::Unasked { .. } | Event::Busy { .. } | Event::Lost { .. } => {}
+            Event::Finished { position, bytes, usage: _ } => {
                 if let Some(endpoint) = self.service.endpoints.get(position) {
                     endpoint.meters.add_bytes(bytes);
                 }
@@ -288,13 +290,16 @@ impl Call for Errand {
                     "request finished"
                 );
             }
-            Event::Replied { status } => {
+            Event::Replied { status, .. }
+            | Event::Died { status, .. }
+            | Event::TimedOut { status: Some(status), .. } => {
                 self.count_class(status);
                 self.settle();
             }
-            Event::Died { .. } | Event::BrokeOff { .. } | Event::TimedOut { .. } | Event::ClientLeft(_) => {
-                self.settle();
-            }
+            Event::BrokeOff { .. }
+            | Event::TimedOut { status: None, .. }
+            | Event::ClientLeft { .. }
+            | Event::CutOff { .. } => self.settle(),
         }
     }
 }
@@ -305,7 +310,8 @@ impl Errand {
         let guard = endpoint.meters.enter(self.weight, self.service.next_choice());
         let fields =
             if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
-        Some(Target { position, addresses: Addresses(endpoint.addresses()), fields, guard })
+        let addresses = Addresses(endpoint.addresses());
+        Some(Target { position, addresses, fields, request_fields: Vec::new(), guard })
     }
 
     fn count_class(&self, status: u16) {

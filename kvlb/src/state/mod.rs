@@ -6,6 +6,7 @@
 mod expect;
 pub mod index;
 pub mod kv;
+pub mod ledger;
 mod live;
 mod reach;
 mod retry;

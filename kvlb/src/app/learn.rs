@@ -106,9 +106,10 @@ pub(super) fn ours(rule: &Rule, seed: &NoneSeed, replay_offset: Option<u16>) -> 
         block_size: kv.block_size,
         algo: kv.algo,
         seed: seed.clone(),
+        keying: kv.keying,
         zmq_port: kv.zmq_port,
         replay_port: kv.replay_port.or_else(|| kv.zmq_port.checked_add(replay_offset?)),
-        ranks: Some(kv.dp_ranks),
+        ranks: kv.dp_ranks,
         model: rule.key.model.clone(),
     }
 }

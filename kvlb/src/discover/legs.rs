@@ -5,7 +5,7 @@ use super::report::{Row, Verdict};
 use super::sample::SAMPLES;
 use crate::contract::attest::{Contract, Leg};
 use crate::contract::{HashAlgo, KeyEra, NoneSeed, TokenId};
-use crate::fleet::{EngineFacts, Fact, Missing};
+use crate::fleet::{EngineFacts, Fact, Keying, Missing};
 use crate::state::kv::ReplayState;
 
 use Verdict::{Broken, Ok, Unknown, Warn};
@@ -18,6 +18,8 @@ const EVENTS_ON: &str = "start the engine with --kv-events-config '{\"enable_kv_
 /// How a replay socket is opened.
 const REPLAY_ON: &str = "to learn at once what an engine holds, add \"replay_endpoint\": \"tcp://*:6557\" to the engine's \
                          --kv-events-config";
+/// Our side where we name blocks ourselves.
+const NOT_NEEDED: &str = "not needed (kvKeying rehash)";
 /// Series that the document's collector needs.
 ///
 /// Source: the source document, section 6.4.
@@ -168,6 +170,9 @@ pub(super) fn block_size(ours: &Ours, facts: &EngineFacts, contract: &Contract) 
 pub(super) fn algorithm(ours: &Ours, facts: &EngineFacts, contract: &Contract) -> Row {
     let engine = facts.cache.known().and_then(|cache| cache.hash_algo.clone());
     let (shown, rule) = (engine.clone().unwrap_or_default(), ours.algo.label());
+    if ours.keying == Keying::Rehash {
+        return Row::new("algorithm", Ok, shown, NOT_NEEDED);
+    }
     if let Some(row) = proved("algorithm", contract, &shown, rule) {
         return row;
     }
@@ -192,6 +197,9 @@ pub(super) fn seed(ours: &Ours, facts: &EngineFacts, heard: &Heard) -> Row {
         NoneSeed::Text(text) => format!("LLB_KV_NONE_HASH_SEED {text:?}"),
         NoneSeed::Unset => "LLB_KV_NONE_HASH_SEED unset".to_owned(),
     };
+    if ours.keying == Keying::Rehash {
+        return Row::new("seed", Ok, "any", NOT_NEEDED);
+    }
     if let Some(row) = proved("seed", &heard.contract, "", &rule) {
         return row;
     }

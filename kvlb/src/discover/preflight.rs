@@ -9,7 +9,7 @@ use super::pool;
 use super::report::{EndpointReport, Report, Row, Verdict};
 use crate::contract::attest::Contract;
 use crate::contract::{BlockSize, HashAlgo, NoneSeed, TokenId};
-use crate::fleet::EngineFacts;
+use crate::fleet::{EngineFacts, Keying};
 use crate::state::kv::ReplayState;
 
 /// Our side: a rule's, or what flags and variables say.
@@ -21,6 +21,8 @@ pub struct Ours {
     pub algo: HashAlgo,
     /// `LLB_KV_NONE_HASH_SEED`.
     pub seed: NoneSeed,
+    /// `kvKeying`: with `rehash` neither algorithm nor seed matters.
+    pub keying: Keying,
     /// `kvZmqPort`.
     pub zmq_port: u16,
     /// The replay port; `None`: no replay is asked for.

@@ -86,13 +86,13 @@ async fn learn(asking: Asking, asker: Asker) {
         let facts = discover::read(&asker, &asking.place, false, None).await;
         let silent = facts.unreachable().is_some();
         asking.meters.set_facts(facts);
-        let asked = clock::now();
+        let since = clock::now();
         loop {
             sleep(LOOK_EVERY).await;
             let now = connected();
             let reconnected = now && !before;
             before = now;
-            if silent || reconnected || clock::now().duration_since(asked) >= ASK_EVERY {
+            if silent || reconnected || clock::now().duration_since(since) >= ASK_EVERY {
                 break;
             }
         }

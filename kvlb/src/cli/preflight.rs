@@ -1,5 +1,7 @@
 //! `kvlb preflight`: the document's read-only check, of a rule or of engines that have none yet.
 
+#![expect(clippy::doc_markdown, reason = "these comments are help texts")]
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,7 +15,7 @@ use super::{Answer, CliError, Output, error, find_rule};
 use crate::clock;
 use crate::config::{ConfigError, Engines, Env};
 use crate::contract::{BlockSize, HashAlgo};
-use crate::discover::{self, Asker, Look, OurTokens, Ours, PlaceError};
+use crate::discover::{self, Asker, Look, OurTokens, Ours};
 use crate::fleet::{EndpointKey, Keying};
 use crate::staging;
 use crate::tokenize::{Limits, WallTime};
@@ -109,8 +111,14 @@ impl Preflight {
         if named < self.targets.len() {
             return Err(CliError::Argument("name a rule or engines, not both".to_owned()));
         }
-        let places: Result<Vec<_>, PlaceError> = self.targets.iter().map(|target| discover::place(target)).collect();
-        places.map(Some).map_err(|error| CliError::Argument(error.to_string()))
+        let mut places = Vec::with_capacity(named);
+        for target in &self.targets {
+            let place = discover::place(target).map_err(|error| CliError::Argument(error.to_string()))?;
+            if !places.contains(&place) {
+                places.push(place);
+            }
+        }
+        Ok(Some(places))
     }
 
     async fn ask(&self, api: &Api) -> Result<Value, CliError> {

@@ -2,7 +2,6 @@
 //!
 //! Source: the source document, section 9.
 
-use std::fmt::Write as _;
 use std::hash::{BuildHasher as _, RandomState};
 use std::io::{self, Write as _};
 use std::net::SocketAddr;
@@ -51,7 +50,8 @@ pub(super) struct Verify {
 /// One step and how it ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Step {
-    step: &'static str,
+    #[serde(rename = "step")]
+    name: &'static str,
     ok: bool,
     detail: String,
 }
@@ -85,7 +85,7 @@ impl Verify {
             Gate { api, http, verify: self, rule: Value::Null, prompt: prompt(1), owner: None, cached: None };
         let mut steps = Vec::new();
         let mut code = 0;
-        for (number, step) in STEPS.into_iter().enumerate() {
+        for (number, name) in STEPS.into_iter().enumerate() {
             let (ok, detail) = match gate.step(number).await {
                 Ok(detail) => (true, detail),
                 Err(Shut::Step(why)) => {
@@ -101,8 +101,8 @@ impl Verify {
                     (false, error.to_string())
                 }
             };
-            progress(number, step, ok, &detail);
-            steps.push(Step { step, ok, detail });
+            progress(number, name, ok, &detail);
+            steps.push(Step { name, ok, detail });
             if !ok {
                 break;
             }
@@ -115,7 +115,7 @@ impl Verify {
             }
             _ if passed => "verified: requests are routed by the blocks that engines hold\n".to_owned(),
             _ => {
-                let last = steps.last().map(|step| format!("{}: {}", step.step, step.detail)).unwrap_or_default();
+                let last = steps.last().map(|step| format!("{}: {}", step.name, step.detail)).unwrap_or_default();
                 format!("not verified: {last}\n")
             }
         };
@@ -183,14 +183,11 @@ impl Gate<'_> {
                 Ok(gate.endpoints_of().iter().all(wanted).then(|| gate.endpoints_of().len().to_string()))
             })
             .await?;
-        match up {
-            Some(count) => Ok(format!("{count} up")),
-            None => {
-                let down =
-                    self.endpoints_of().iter().filter(|endpoint| !wanted(endpoint)).map(name).collect::<Vec<_>>();
-                shut(format!("{} not up; `kvlb get ep` shows the probes", down.join(", ")))
-            }
+        if let Some(count) = up {
+            return Ok(format!("{count} up"));
         }
+        let down = self.endpoints_of().iter().filter(|endpoint| !wanted(endpoint)).map(name).collect::<Vec<_>>();
+        shut(format!("{} not up; `kvlb get ep` shows the probes", down.join(", ")))
     }
 
     async fn events(&mut self) -> Passed {
@@ -218,7 +215,7 @@ impl Gate<'_> {
 
     async fn contract(&mut self) -> Passed {
         self.refresh().await?;
-        let mut shown = String::new();
+        let mut shown = Vec::new();
         for endpoint in self.subscribed() {
             let status = &endpoint["kvStatus"];
             let contract = status["contract"].as_str().unwrap_or("unverified");
@@ -228,11 +225,9 @@ impl Gate<'_> {
                 return shut(format!("{}: mismatch: {}: {}", name(endpoint), part("leg"), part("detail")));
             }
             let keying = if status["keying"] == "rehash" { " (rehash)" } else { "" };
-            let comma = if shown.is_empty() { "" } else { ", " };
-            // Writing to a text cannot fail.
-            drop(write!(shown, "{comma}{contract}{keying}"));
+            shown.push(format!("{contract}{keying}"));
         }
-        Ok(shown)
+        Ok(shown.join(", "))
     }
 
     /// A prompt that nobody has sent before, and where its blocks turn up.

@@ -123,7 +123,7 @@ fn compare(leg: &'static str, facts: &EngineFacts, ours: &OurTokens, chats: bool
 }
 
 fn differ(leg: &'static str, number: usize, engine: &[TokenId], ours: &[TokenId]) -> Row {
-    let at = engine.iter().zip(ours).position(|(a, b)| a != b).unwrap_or(engine.len().min(ours.len()));
+    let at = engine.iter().zip(ours).position(|(a, b)| a != b).unwrap_or_else(|| engine.len().min(ours.len()));
     let shown = |ids: &[TokenId]| format!("text {number}: {}, token {at} is {}", count(ids), id_at(ids, at));
     Row::new(leg, Broken, shown(engine), shown(ours)).advise(
         "stage the very files that the engine serves: tokenizer.json, tokenizer_config.json, config.json, template",

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::crew::Crew;
-use crate::fleet::{EndpointKey, ExactMode, Monitor, Rule, RuleId};
+use crate::fleet::{self, EndpointKey, ExactMode, Monitor, Rule, RuleId};
 use crate::ingest::{self, ReplayPort, Subscription};
 use crate::probe;
 use crate::state::kv::EndpointKv;
@@ -99,14 +99,19 @@ fn probing(service: &Service) -> impl Iterator<Item = (Key, Probing)> {
 
 fn listening(service: &Service, replay_offset: Option<u16>) -> impl Iterator<Item = (Key, Listening)> {
     let rule = service.rule();
-    let replay = match (rule.kv.replay_port, replay_offset) {
+    let replay = move |endpoint: &fleet::Endpoint| match (rule.replay_port(endpoint), replay_offset) {
         (Some(port), _) => ReplayPort::Port(port),
         (None, Some(offset)) => ReplayPort::Offset(offset),
         (None, None) => ReplayPort::Off,
     };
     service.endpoints.iter().filter_map(move |endpoint| {
-        let listening =
-            Listening { place: endpoint.spec.key.clone(), port: rule.kv.zmq_port, replay, kv: endpoint.kv.clone()? };
+        let spec = &endpoint.spec;
+        let listening = Listening {
+            place: spec.key.clone(),
+            port: rule.event_port(spec),
+            replay: replay(spec),
+            kv: endpoint.kv.clone()?,
+        };
         Some(((rule.id, endpoint.meters.id), listening))
     })
 }

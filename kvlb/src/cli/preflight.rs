@@ -158,7 +158,7 @@ impl Preflight {
                 let facts = discover::read(&asker, &place, true, ours.model.as_deref());
                 let (facts, heard) = tokio::join!(facts, discover::hear(&place, &ours, wait));
                 let endpoint = place.to_string();
-                Look { ep_idx, endpoint, facts, heard: Some(heard), tokens: Err(String::new()) }
+                Look { ep_idx, endpoint, ours, facts, heard: Some(heard), tokens: Err(String::new()) }
             });
         }
         let mut looks = tasks.join_all().await;
@@ -167,7 +167,7 @@ impl Preflight {
             let listed = look.facts.base_models().next().map(|model| model.id.clone());
             look.tokens = our_tokens(engines, ours.model.clone().or(listed));
         }
-        Ok(discover::preflight(&ours, &looks))
+        Ok(discover::preflight(&looks))
     }
 
     fn ours(&self, engines: &Engines) -> Result<Ours, CliError> {

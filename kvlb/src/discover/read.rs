@@ -325,9 +325,9 @@ mod tests {
 
     #[tokio::test]
     async fn the_key_is_sent_to_the_paths_that_it_guards_alone() {
-        let place = serve(|_, path, with_key| match path.starts_with("/v1") == with_key {
-            true => "{}".into_response(),
-            false => StatusCode::BAD_REQUEST.into_response(),
+        let place = serve(|_, path, with_key| {
+            let right = path.starts_with("/v1") == with_key;
+            if right { "{}".into_response() } else { StatusCode::BAD_REQUEST.into_response() }
         });
         let facts = read(&asker(Some("k")), &place.await, true, Some("m")).await;
         let refused = Missing::Status(400);

@@ -72,6 +72,7 @@ fn look() -> Look {
     Look {
         ep_idx: 0,
         endpoint: "a:8000".to_owned(),
+        ours: ours(),
         facts: facts(),
         heard: Some(Heard {
             socket: Socket::Open,
@@ -85,7 +86,8 @@ fn look() -> Look {
 
 /// The legs that are not `ok`, with their verdicts.
 fn off(ours: &Ours, looks: &[Look]) -> Vec<(&'static str, Verdict)> {
-    let report = preflight(ours, looks);
+    let looks: Vec<_> = looks.iter().map(|look| Look { ours: ours.clone(), ..look.clone() }).collect();
+    let report = preflight(&looks);
     let all = report.endpoints.iter().flat_map(|endpoint| &endpoint.legs).chain(&report.pool);
     all.filter(|row| row.verdict != Verdict::Ok).map(|row| (row.leg, row.verdict)).collect()
 }
@@ -113,7 +115,7 @@ fn row(report: &Report, leg: &str) -> Row {
 
 #[test]
 fn where_all_agrees_every_leg_holds_and_nothing_is_advised() {
-    let report = preflight(&ours(), &[look(), Look { ep_idx: 1, endpoint: "b:8000".to_owned(), ..look() }]);
+    let report = preflight(&[look(), Look { ep_idx: 1, endpoint: "b:8000".to_owned(), ..look() }]);
     assert_eq!(report.verdict, Verdict::Ok);
     let legs: Vec<_> = report.endpoints[0].legs.iter().map(|row| row.leg).collect();
     assert_eq!(
@@ -145,7 +147,7 @@ fn where_all_agrees_every_leg_holds_and_nothing_is_advised() {
 #[test]
 fn an_endpoint_that_is_not_subscribed_has_no_legs_of_naming() {
     assert_eq!(off_one(|look| look.heard = None), []);
-    let report = preflight(&ours(), &[Look { heard: None, ..look() }]);
+    let report = preflight(&[Look { heard: None, ..look() }]);
     assert!(!report.endpoints[0].legs.iter().any(|row| ["seed", "events", "replay"].contains(&row.leg)));
 }
 
@@ -158,7 +160,7 @@ fn an_engine_that_does_not_answer_is_unreachable_and_no_more() {
         EngineFacts { version: gone(), models: gone(), cache: gone(), sources: gone(), ..EngineFacts::default() };
     let looks = [Look { facts, ..look() }, Look { ep_idx: 1, ..look() }];
     assert_eq!(off(&ours(), &looks), [("http", Verdict::Unreachable)]);
-    assert_eq!(preflight(&ours(), &looks).verdict, Verdict::Unreachable);
+    assert_eq!(preflight(&looks).verdict, Verdict::Unreachable);
 }
 
 #[test]
@@ -179,7 +181,7 @@ fn a_block_size_that_differs_is_broken_before_the_first_event() {
     assert_eq!(off_one(differs), [("block_size", Verdict::Broken), ("seed", Verdict::Unknown)]);
     let mut look = look();
     differs(&mut look);
-    let found = row(&preflight(&ours(), std::slice::from_ref(&look)), "block_size");
+    let found = row(&preflight(std::slice::from_ref(&look)), "block_size");
     assert_eq!((found.engine.as_str(), found.ours.as_str()), ("128", "16"));
     assert!(found.advice.unwrap().contains("kvBlockSize 128"));
     assert_eq!(agree(&ours(), &look.facts).iter().map(|row| row.leg).collect::<Vec<_>>(), ["block_size"]);
@@ -191,7 +193,7 @@ fn an_algorithm_that_differs_is_broken_before_the_first_event() {
         let mut look = look();
         unverified(&mut look);
         cache(&mut look, |config| config.hash_algo = Some(algo.to_owned()));
-        let report = preflight(&ours(), &[look]);
+        let report = preflight(&[look]);
         let found = row(&report, "algorithm");
         assert_eq!((found.verdict, found.engine.as_str()), (Verdict::Broken, algo));
         assert!(found.advice.as_ref().unwrap().contains(advice), "{found:?}");
@@ -221,7 +223,7 @@ fn a_seed_is_told_by_announcements_alone() {
         let mut look = look();
         look.facts.version = Fact::Known(Version::from(version.to_owned()));
         look.heard.as_mut().unwrap().contract = contract;
-        row(&preflight(ours, &[look]), "seed")
+        row(&preflight(&[Look { ours: ours.clone(), ..look }]), "seed")
     };
     let mismatch = |leg, detail: &str| Contract::Mismatch { leg, detail: detail.to_owned() };
     assert_eq!(seed(Contract::ProvedByRequest, &ours(), "0.32.0").verdict, Verdict::Ok);
@@ -300,7 +302,7 @@ fn replay_is_a_warning_at_most() {
     assert_eq!(off(&Ours { replay_port: None, ..ours() }, &[look()]), warned);
     let mut look = look();
     look.heard.as_mut().unwrap().replay = ReplayState::Unavailable;
-    let other = preflight(&Ours { replay_port: Some(7000), ..ours() }, &[look]);
+    let other = preflight(&[Look { ours: Ours { replay_port: Some(7000), ..ours() }, ..look }]);
     assert!(row(&other, "replay").advice.unwrap().contains("kvReplayPort 6557"));
     assert_eq!(other.verdict, Verdict::Warn);
 }
@@ -350,7 +352,7 @@ fn tokens_must_be_the_engines() {
     assert_eq!(no_chat, [], "a model without a template has none on either side");
     let mut look = look();
     look.tokens.as_mut().unwrap()[1] = Ok([1, 2, 4].map(TokenId).to_vec());
-    let found = row(&preflight(&ours(), &[look]), "tokenizer");
+    let found = row(&preflight(&[look]), "tokenizer");
     assert_eq!(found.engine, "text 1: 3 tokens, token 2 is 3");
     assert_eq!(found.ours, "text 1: 3 tokens, token 2 is 4");
 }
@@ -377,7 +379,7 @@ fn versions_must_be_known_ones_and_equal_in_a_pool() {
     assert_eq!(off_one(told), [("version", Verdict::Warn), ("pool_version", Verdict::Unknown)]);
     let mut other = Look { ep_idx: 1, endpoint: "b:8000".to_owned(), ..look() };
     other.facts.version = version("0.33.0");
-    let report = preflight(&ours(), &[look(), other]);
+    let report = preflight(&[look(), other]);
     let found = row(&report, "pool_version");
     assert_eq!((found.verdict, found.engine.as_str()), (Verdict::Broken, "0.32.0: a:8000; 0.33.0: b:8000"));
 }
@@ -407,7 +409,7 @@ fn lengths_and_adapters_must_be_equal_in_a_pool() {
 fn the_report_has_the_shape_that_scripts_read() {
     let mut look = look();
     cache(&mut look, |config| config.prefix_caching = Some(false));
-    let report = serde_json::to_value(preflight(&ours(), &[look])).unwrap();
+    let report = serde_json::to_value(preflight(&[look])).unwrap();
     assert_eq!(report["verdict"], "broken");
     assert_eq!((&report["endpoints"][0]["ep_idx"], &report["endpoints"][0]["endpoint"]), (&0.into(), &"a:8000".into()));
     let leg = &report["endpoints"][0]["legs"][7];

@@ -208,7 +208,10 @@ impl State {
             |old| old.meters,
         );
         let kv = table::subscribes(rule, spec.role).then(|| {
-            kept.and_then(find).and_then(|old| old.kv).unwrap_or_else(|| {
+            // What listens elsewhere may hear another engine.
+            let same_ports =
+                |old: &Endpoint| (old.spec.zmq_port, old.spec.replay_port) == (spec.zmq_port, spec.replay_port);
+            kept.and_then(find).filter(same_ports).and_then(|old| old.kv).unwrap_or_else(|| {
                 let attestor = Attestor::new(rule.kv.algo, self.config.none_seed.clone(), rule.kv.block_size);
                 Arc::new(kv::EndpointKv::new(Arc::clone(index), attestor))
             })

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use kvlb_tests::engine::{Adapter, Algorithm, Engine, EngineConfig, Version};
 use kvlb_tests::harness::kvlb::{Kvlb, binary};
-use kvlb_tests::harness::{eventually, until_some};
 use kvlb_tests::harness::stage::{MODEL, Output, PATIENCE, Stage, at, cached_tokens, engine, rule};
+use kvlb_tests::harness::{eventually, until_some};
 use serde_json::{Value, json};
 
 const COMPLETIONS: &str = "/v1/completions";
@@ -173,12 +173,8 @@ async fn a_pool_that_is_not_alike_is_told() {
     let Some(stage) = Stage::new("pool").unwrap() else { return };
     let adapters = |path: &str| vec![Adapter { name: "a".to_owned(), path: path.to_owned() }];
     let one = stage.engine(at(11, EngineConfig { adapters: adapters("/a"), ..engine() })).await.unwrap();
-    let other = EngineConfig {
-        adapters: adapters("/b"),
-        max_model_len: 1024,
-        version: Version::new(33, 0),
-        ..engine()
-    };
+    let other =
+        EngineConfig { adapters: adapters("/b"), max_model_len: 1024, version: Version::new(33, 0), ..engine() };
     let other = stage.engine(at(12, other)).await.unwrap();
     warm(&stage, &one).await;
     warm(&stage, &other).await;
@@ -215,7 +211,10 @@ async fn a_rule_that_engines_contradict_is_accepted_and_says_so_at_once() {
     let (status, answer) = kvlb.api("POST", "/netlox/v1/config/loadbalancer", Some(&body)).await.unwrap();
     assert_eq!((status, &answer["change"]), (200, &json!("created")));
     let notes = answer["notes"].to_string();
-    assert!(notes.contains("block_size: engine 32, rule 16") && notes.contains("algorithm: engine xxhash_cbor"), "{answer}");
+    assert!(
+        notes.contains("block_size: engine 32, rule 16") && notes.contains("algorithm: engine xxhash_cbor"),
+        "{answer}"
+    );
     let id = answer["id"].as_u64().unwrap();
     let noted = |status: &Value| status["notes"].to_string().contains("block_size");
     let status = kvlb.status_when(AT_ONCE, (id, 0), noted).await.unwrap();
@@ -290,8 +289,12 @@ async fn verify_passes_where_the_tier_works_and_names_the_step_that_fails() {
 #[tokio::test]
 async fn a_pool_without_a_rule_body_is_served_at_once_and_by_blocks_as_soon_as_its_engines_answer() {
     let Some(stage) = Stage::new("zero").unwrap() else { return };
-    let unflagged =
-        EngineConfig { prefix_caching_hash_algo: Algorithm::Sha256, python_hash_seed: None, block_size: 32, ..engine() };
+    let unflagged = EngineConfig {
+        prefix_caching_hash_algo: Algorithm::Sha256,
+        python_hash_seed: None,
+        block_size: 32,
+        ..engine()
+    };
     let first = stage.engine(at(11, EngineConfig { events_port: 5600, ..unflagged.clone() })).await.unwrap();
     let args = [
         "--listen",
@@ -347,7 +350,9 @@ async fn an_operators_rule_is_not_replaced_and_an_engine_without_events_is_serve
     let engines = [stage.engine(at(11, EngineConfig { no_events: true, ..engine() })).await.unwrap()];
     let args = ["--listen", "10.10.10.254:8080", "--endpoint", "127.0.0.11:8000"];
     let kvlb = stage.kvlb(&args).await.unwrap();
-    eventually(PATIENCE, "the missing events are told", async || kvlb.log().contains("publishes no events")).await.unwrap();
+    eventually(PATIENCE, "the missing events are told", async || kvlb.log().contains("publishes no events"))
+        .await
+        .unwrap();
     assert_eq!(stage.ask(8080, COMPLETIONS, &prompt("Begin.")).await.unwrap().head.status, 200);
     let own = rule(8080, &engines, &json!({"name": "mine"}));
     let (_, answer) = kvlb.api("POST", "/netlox/v1/config/loadbalancer", Some(&own)).await.unwrap();

@@ -177,7 +177,7 @@ pub(super) fn algorithm(ours: &Ours, facts: &EngineFacts, contract: &Contract) -
         return row;
     }
     if let Contract::Mismatch { leg: Leg::Algorithm, detail } = contract {
-        return Row::new("algorithm", Broken, shown, rule).advise(detail);
+        return Row::new("algorithm", Broken, shown, rule).advise(format!("{detail}{}", meanwhile(ours)));
     }
     match engine {
         Some(algo) if algo == rule => Row::new("algorithm", Ok, shown, rule),
@@ -205,7 +205,8 @@ pub(super) fn seed(ours: &Ours, facts: &EngineFacts, heard: &Heard) -> Row {
     }
     match &heard.contract {
         Contract::Mismatch { leg: Leg::Seed, detail } => {
-            return Row::new("seed", Broken, "another", rule).advise(format!("{detail}; {}", how_to_see_the_seed()));
+            let advice = format!("{detail}{}; {}", meanwhile(ours), how_to_see_the_seed());
+            return Row::new("seed", Broken, "another", rule).advise(advice);
         }
         Contract::Mismatch { leg, detail } => {
             return Row::new("seed", Unknown, format!("hidden behind {leg}"), rule)
@@ -232,6 +233,14 @@ pub(super) fn seed(ours: &Ours, facts: &EngineFacts, heard: &Heard) -> Row {
          this again, or {}{unset}",
         how_to_see_the_seed()
     ))
+}
+
+/// What becomes of an endpoint whose names are disproved.
+fn meanwhile(ours: &Ours) -> &'static str {
+    match ours.keying {
+        Keying::Auto => "; until then kvKeying auto names its blocks in our own way (rehash)",
+        Keying::Parity | Keying::Rehash => "",
+    }
 }
 
 fn how_to_see_the_seed() -> &'static str {

@@ -23,25 +23,27 @@ pub(super) struct Answer {
     id: String,
     created: u64,
     fingerprint: String,
-    /// `--enable-prompt-tokens-details`.
-    details: bool,
+    reporting: Reporting,
     /// The answers, prompt by prompt.
     pub(super) choices: Vec<Choice>,
     /// Prompt tokens found in the cache, per choice.
     cached: Vec<usize>,
-    block_size: usize,
+}
+
+/// What an engine says about its cache in answers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reporting {
+    /// `--enable-prompt-tokens-details`.
+    pub(super) details: bool,
+    /// Tokens per block.
+    pub(super) block_size: usize,
+    /// The share of the truth that it admits, where it lies.
+    pub(super) share: Option<f64>,
 }
 
 impl Answer {
     /// An empty answer to `call`; `request_id` is the client's or a new one.
-    pub(super) fn new(
-        call: &Call,
-        request_id: &str,
-        created: u64,
-        version: &str,
-        details: bool,
-        block_size: usize,
-    ) -> Self {
+    pub(super) fn new(call: &Call, request_id: &str, created: u64, version: &str, reporting: Reporting) -> Self {
         let prefix = match call.kind {
             Kind::Completion => "cmpl",
             Kind::Chat => "chatcmpl",
@@ -51,10 +53,9 @@ impl Answer {
             id: format!("{prefix}-{request_id}"),
             created,
             fingerprint: format!("vllm-{version}-simulated"),
-            details,
+            reporting,
             choices: vec![Choice::default(); count],
             cached: vec![0; count],
-            block_size,
         }
     }
 
@@ -105,7 +106,7 @@ impl Answer {
     fn usage(&self, call: &Call) -> Value {
         let mut usage = self.counts(call);
         let created = (call.kind == Kind::Chat).then(|| self.created_cache_tokens(call));
-        usage["prompt_tokens_details"] = if self.details {
+        usage["prompt_tokens_details"] = if self.reporting.details {
             json!({"cached_tokens": self.cached_tokens(call), "created_cache_tokens": created, "multimodal_tokens": null})
         } else {
             Value::Null
@@ -122,11 +123,13 @@ impl Answer {
 
     /// The first choice of each prompt counts: the others find its blocks.
     fn cached_tokens(&self, call: &Call) -> usize {
-        self.cached.iter().step_by(call.n).sum()
+        let cached = self.cached.iter().step_by(call.n).sum();
+        self.reporting.share.map_or(cached, |share| share_of(cached, share))
     }
 
     fn created_cache_tokens(&self, call: &Call) -> usize {
-        let full: usize = call.prompts.iter().map(|prompt| prompt.len() / self.block_size * self.block_size).sum();
+        let size = self.reporting.block_size;
+        let full: usize = call.prompts.iter().map(|prompt| prompt.len() / size * size).sum();
         full.saturating_sub(self.cached_tokens(call))
     }
 
@@ -179,7 +182,7 @@ impl Answer {
     pub(super) fn closing(&self, call: &Call) -> Option<Value> {
         call.include_usage.then(|| {
             let mut usage = self.counts(call);
-            if self.details {
+            if self.reporting.details {
                 usage["prompt_tokens_details"] = match call.kind {
                     Kind::Completion => json!({"cached_tokens": self.cached_tokens(call)}),
                     Kind::Chat => json!({"cached_tokens": self.cached_tokens(call),
@@ -234,6 +237,13 @@ fn chat_choice(call: &Call, index: usize, choice: &Choice) -> Value {
         "index": index, "message": message, "logprobs": null, "finish_reason": choice.finish.map(Finish::label), "stop_reason": null,
         "token_ids": ids, "routed_experts": null,
     })
+}
+
+fn share_of(tokens: usize, share: f64) -> usize {
+    let admitted = f64::from(u32::try_from(tokens).unwrap_or(u32::MAX)) * share;
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "`as` saturates, and a lie need not be exact")]
+    let admitted = admitted as usize;
+    admitted
 }
 
 /// `GET /v1/models`.

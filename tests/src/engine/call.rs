@@ -23,7 +23,7 @@ pub(super) enum Kind {
 }
 
 /// An adapter as a request uses it: number (from 1), name, path.
-pub(super) type Lora = (u64, String, String);
+pub(super) type Lora = (u32, String, String);
 
 /// What the engine is asked to run.
 #[derive(Debug, Clone)]
@@ -57,6 +57,8 @@ pub(super) struct Call {
     pub(super) report_hits: bool,
     /// `seed`; 0 without.
     pub(super) seed: u64,
+    /// The data-parallel rank that the client wants.
+    pub(super) rank: Option<usize>,
 }
 
 /// An error as vLLM's API server answers it.
@@ -154,7 +156,7 @@ impl Call {
         body: &Value,
     ) -> Result<Self, ApiError> {
         let (model, lora) = model(config, body)?;
-        check_rank(headers)?;
+        let rank = wanted_rank(config, headers)?;
         let prompts = match kind {
             Kind::Completion => completion_prompts(tokens, body)?,
             Kind::Chat => vec![chat_prompt(tokens, body)?],
@@ -180,8 +182,9 @@ impl Call {
             return_token_ids: body["return_token_ids"] == true,
             salt: text(&body["cache_salt"]),
             session: text(&body["session_id"]).or_else(|| header("x-session-id")),
-            report_hits: body["vllm_xargs"]["kv_cache_report_mode"] == "full",
+            report_hits: config.version.reports_hits() && body["vllm_xargs"]["kv_cache_report_mode"] == "full",
             seed: number(body, "seed")?.unwrap_or(0),
+            rank,
         };
         call.check_length(config.token_limit())?;
         Ok(call)
@@ -230,12 +233,14 @@ impl Call {
     }
 }
 
-/// There is one data-parallel rank, 0.
-fn check_rank(headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(rank) = headers.get("x-data-parallel-rank").and_then(|value| value.to_str().ok()) else { return Ok(()) };
-    match rank.parse::<i64>() {
-        Ok(0) | Err(_) => Ok(()),
-        Ok(rank) => Err(ApiError::bad(format!("data_parallel_rank {rank} is out of range [0, 1)."), None)),
+/// The rank that `X-data-parallel-rank` pins; what is no number is ignored, as vLLM does.
+fn wanted_rank(config: &EngineConfig, headers: &HeaderMap) -> Result<Option<usize>, ApiError> {
+    let rank = headers.get("x-data-parallel-rank").and_then(|value| value.to_str().ok());
+    let Some(rank) = rank.and_then(|rank| rank.trim().parse::<i64>().ok()) else { return Ok(None) };
+    let ranks = config.data_parallel_size;
+    match usize::try_from(rank) {
+        Ok(known) if known < usize::from(ranks) => Ok(Some(known)),
+        _ => Err(ApiError::bad(format!("data_parallel_rank {rank} is out of range [0, {ranks})."), None)),
     }
 }
 

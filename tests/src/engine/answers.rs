@@ -241,7 +241,11 @@ fn chat_choice(call: &Call, index: usize, choice: &Choice) -> Value {
 
 fn share_of(tokens: usize, share: f64) -> usize {
     let admitted = f64::from(u32::try_from(tokens).unwrap_or(u32::MAX)) * share;
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "`as` saturates, and a lie need not be exact")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "`as` saturates, and a lie need not be exact"
+    )]
     let admitted = admitted as usize;
     admitted
 }
@@ -253,11 +257,15 @@ pub(super) fn models(config: &super::config::EngineConfig, created: u64) -> Valu
         "allow_sampling": true, "allow_logprobs": true, "allow_search_indices": false, "allow_view": true,
         "allow_fine_tuning": false, "organization": "*", "group": null, "is_blocking": false,
     }]);
-    let model = |id: &str, root: &str, parent: Option<&str>, len: Option<usize>| {
+    let model = |id: &str, root: Option<&str>, parent: Option<&str>, len: Option<usize>| {
         json!({"id": id, "object": "model", "created": created, "owned_by": "vllm", "root": root, "parent": parent,
                "max_model_len": len, "permission": permission})
     };
-    let base = model(&config.model, &config.model_root, None, Some(config.max_model_len));
-    let adapters = config.adapters.iter().map(|adapter| model(&adapter.name, &adapter.path, Some(&config.model), None));
+    let base = model(&config.model, Some(&config.model_root), None, Some(config.max_model_len));
+    let place = |adapter: &super::config::Adapter| Some(adapter.path.clone()).filter(|path| !path.is_empty());
+    let adapters = config
+        .adapters
+        .iter()
+        .map(|adapter| model(&adapter.name, place(adapter).as_deref(), Some(&config.model), None));
     json!({"object": "list", "data": std::iter::once(base).chain(adapters).collect::<Vec<_>>()})
 }

@@ -350,11 +350,9 @@ impl Cache {
 
     fn note(&mut self, changes: Vec<Change>) {
         self.events.extend(changes.into_iter().map(|change| match change {
-            Change::Removed(key) => Event::Removed {
-                hashes: vec![key.digest],
-                medium: "GPU".into(),
-                group_idx: Some(u64::from(key.group)),
-            },
+            Change::Removed(key) => {
+                Event::Removed { hashes: vec![key.digest], medium: "GPU".into(), group_idx: Some(u64::from(key.group)) }
+            }
             Change::Cleared => Event::Cleared,
         }));
     }

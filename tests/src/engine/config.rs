@@ -87,7 +87,7 @@ impl FromStr for Version {
 pub struct Adapter {
     /// The model name clients send.
     pub name: String,
-    /// Where the server has it: `root` in `/v1/models`, hashed since 0.31.
+    /// Where the server has it: `root` in `/v1/models`, hashed since 0.31. An empty one is listed as null, as no vLLM does.
     pub path: String,
 }
 
@@ -361,12 +361,10 @@ mod tests {
         assert!(!of("0.23.0").sends_maps() && of("0.24.0").sends_maps());
         assert!(!of("0.25.9").replays_topic() && of("0.26").replays_topic());
         assert!(!of("0.28.0").fixes_default_seed() && of("0.29.0").fixes_default_seed());
-        assert_eq!(["0.10.2", "0.11.1", "0.30.1", "0.31.0"].map(|version| of(version).key_form()), [
-            KeyForm::Numbered,
-            KeyForm::Named,
-            KeyForm::Named,
-            KeyForm::Tagged
-        ]);
+        assert_eq!(
+            ["0.10.2", "0.11.1", "0.30.1", "0.31.0"].map(|version| of(version).key_form()),
+            [KeyForm::Numbered, KeyForm::Named, KeyForm::Named, KeyForm::Tagged]
+        );
         assert!(!of("0.25.0").reports_hits() && of("0.26.0").reports_hits());
         assert_eq!(of("0.10.2").to_string(), "0.10.2");
         for wrong in ["", "1.0.0", "0.x.1", "0.1.2.3", "0.70000.0"] {

@@ -339,6 +339,7 @@ fn a_recorded_session_of_a_model_with_two_groups_is_played_exactly_until_the_poo
     let lines = recording("vllm-0.32.0/events/hybrid_gemma3_b32_sha256cbor_seed0.jsonl.gz");
     let mut session = Session::new(&lines[0], 4096, Shape { window: Some(64), ..Shape::default() });
     // Step 8 is the first that evicts; the order in which the real engine frees two groups at once was not found out.
-    let batches = (0..8).map(|step| session.play(&lines.iter().filter(|line| line["step"] == step).collect::<Vec<_>>()));
+    let batches =
+        (0..8).map(|step| session.play(&lines.iter().filter(|line| line["step"] == step).collect::<Vec<_>>()));
     assert_eq!(batches.sum::<usize>(), 10);
 }

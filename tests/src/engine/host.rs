@@ -136,7 +136,8 @@ mod tests {
     #[test]
     fn a_describing_one_tells_each_new_run_as_the_pool_would() {
         let mut host = Host::new(9, true);
-        let describe = |from: usize, to: usize| Stored { tokens: vec![7; to - from], block_size: 1, ..Stored::default() };
+        let describe =
+            |from: usize, to: usize| Stored { tokens: vec![7; to - from], block_size: 1, ..Stored::default() };
         host.take_in(&digests(&[1, 2]), 1, describe);
         let events = host.take_in(&digests(&[1, 2, 3, 4]), 2, describe);
         let [Event::Stored(stored)] = events.as_slice() else { panic!("{events:?}") };

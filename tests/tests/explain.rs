@@ -64,7 +64,7 @@ async fn a_miss_has_its_reason_and_a_batch_all_its_prompts() {
     assert_eq!((code, &told["reason"]), (Some(0), &json!("text_empty")), "{told}");
     let (code, told) = explained(&fleet, "no JSON");
     assert_eq!((code, &told["reason"]), (Some(0), &json!("model_empty")), "{told}");
-    let batch = json!({"model": "tiny", "prompt": [tokens, [7; 17]], "max_tokens": 1});
+    let batch = json!({"model": "tiny", "prompt": [tokens, vec![7; 17]], "max_tokens": 1});
     let (code, told) = explained(&fleet, &batch.to_string());
     let prompts = told["prompts"].as_array().unwrap();
     let sizes: Vec<_> = prompts.iter().map(|prompt| (prompt["tokens"].clone(), prompt["blocks"].clone())).collect();

@@ -95,7 +95,7 @@ async fn whatever_leg_is_broken_the_hit_rate_is_a_healthy_engine_s_within_a_poin
     ];
     for (what, engine, rule) in cases {
         let healed = rate(engine, rule).await;
-        println!("{what}: {healed:.4}, healthy {healthy:.4}");
+        eprintln!("{what}: {healed:.4}, healthy {healthy:.4}");
         assert!(healed >= healthy - 0.01, "{what}: {healed} against {healthy}");
     }
 }
@@ -105,7 +105,7 @@ async fn with_a_wrong_block_size_the_hit_rate_is_a_healthy_engine_s_within_a_poi
     let engine = EngineConfig { block_size: 32, ..seeded("", Algorithm::Sha256Cbor, Some("0")) };
     let healthy = rate(engine.clone(), json!({"kvBlockSize": 32})).await;
     let healed = rate(engine, json!({})).await;
-    println!("a wrong block size: {healed:.4}, healthy {healthy:.4}");
+    eprintln!("a wrong block size: {healed:.4}, healthy {healthy:.4}");
     assert!(healthy > 0.8 && healed >= healthy - 0.01, "{healed} against {healthy}");
 }
 

@@ -93,7 +93,7 @@ async fn small_requests_flow_while_prompts_of_a_hundred_thousand_tokens_arrive()
     let mut client = Talker::new(fleet.vip);
     while started.elapsed() < LONG {
         let asked = Instant::now();
-        let answer = client.ask(&[], &completion(&vec![served + 7; 40], 1)).await.unwrap();
+        let answer = client.ask(&[], &completion(&[served + 7; 40], 1)).await.unwrap();
         assert_eq!(answer.head.status, 200);
         (served, slowest) = (served + 1, slowest.max(asked.elapsed()));
         sleep(Duration::from_millis(2)).await;
@@ -102,7 +102,7 @@ async fn small_requests_flow_while_prompts_of_a_hundred_thousand_tokens_arrive()
         done.unwrap();
     }
     let (all, after) = stalls(&fleet.metrics().await.unwrap(), ALLOWED);
-    println!("{served} small requests, slowest {slowest:?}; {all} turns of the loops, {} too long", after - before);
+    eprintln!("{served} small requests, slowest {slowest:?}; {all} turns of the loops, {} too long", after - before);
     assert!(all > 1000.0, "{STALLS} is not observed: {all}");
     assert!(after - before < 0.5, "{} stalls of more than {ALLOWED} s", after - before);
     assert!(served > 200, "only {served} small requests were served");

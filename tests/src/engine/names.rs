@@ -343,7 +343,9 @@ fn pickle_extra(out: &mut Vec<u8>, extra: &Extra, form: KeyForm) {
     if form == KeyForm::Tagged {
         pickle_tuple(out, words.len(), |out| words.iter().for_each(|word| pickle_word(out, word)));
     } else {
-        words.iter().for_each(|word| pickle_word(out, word));
+        for word in &words {
+            pickle_word(out, word);
+        }
     }
 }
 

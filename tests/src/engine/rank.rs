@@ -43,9 +43,9 @@ impl Rank {
     /// An empty rank; `life` counts the lives of this rank, since each has another random `NONE_HASH`.
     pub(super) fn new(inherited: &Inherited, life: u64, number: usize, ports: (Option<u16>, Option<u16>)) -> Self {
         let config = Arc::clone(&inherited.config);
-        let mut parts = vec![config.chance_seed, life];
-        parts.extend(u64::try_from(number).ok().filter(|number| *number > 0));
-        let naming = config.naming(Chance::seed_of(&config.name, &parts));
+        let mut origin = vec![config.chance_seed, life];
+        origin.extend(u64::try_from(number).ok().filter(|number| *number > 0));
+        let naming = config.naming(Chance::seed_of(&config.name, &origin));
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
@@ -175,8 +175,8 @@ impl Rank {
     pub(super) fn preload(&self, prompts: impl Iterator<Item = Vec<u32>>, per_batch: usize) {
         for prompt in prompts {
             let events = self.scheduler().preload(prompt, per_batch, Instant::now());
-            if !self.config.no_events {
-                events.iter().for_each(|event| self.publisher.publish(std::slice::from_ref(event)));
+            for event in events.iter().filter(|_| !self.config.no_events) {
+                self.publisher.publish(std::slice::from_ref(event));
             }
         }
     }

@@ -84,7 +84,7 @@ fn shapes(answer: &Answer) -> Vec<String> {
 
 fn field_names(answer: &Answer) -> Vec<String> {
     let mut names: Vec<String> = answer.head.headers.iter().map(|(name, _)| name.to_ascii_lowercase()).collect();
-    names.retain(|name| name != "x-sim-engine");
+    names.retain(|name| !name.starts_with("x-sim-"));
     names.sort();
     names
 }

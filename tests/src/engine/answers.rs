@@ -1,8 +1,10 @@
-//! Answers in the recorded shapes: same fields, same order, for both routes, streamed or not.
+//! Answers in the recorded shapes: same fields, same order, streamed or not. Those of completions and chats are here, the others in
+//! `dialect`.
 
 use serde_json::{Map, Value, json};
 
 use super::call::{Call, Kind};
+use super::dialect;
 use super::scheduler::{Finish, Output};
 
 /// One of the answers of a call, as far as it has come.
@@ -19,11 +21,13 @@ pub(super) struct Choice {
 /// What all answers to one call share.
 #[derive(Debug, Clone)]
 pub(super) struct Answer {
-    /// `cmpl-…` or `chatcmpl-…`.
-    id: String,
-    created: u64,
+    /// `cmpl-…`, `chatcmpl-…` or `resp_…`.
+    pub(super) id: String,
+    /// When it was begun, seconds since the Unix epoch.
+    pub(super) created: u64,
     fingerprint: String,
-    reporting: Reporting,
+    /// What the engine says of its cache.
+    pub(super) reporting: Reporting,
     /// The answers, prompt by prompt.
     pub(super) choices: Vec<Choice>,
     /// Prompt tokens found in the cache, per choice.
@@ -45,12 +49,13 @@ impl Answer {
     /// An empty answer to `call`; `request_id` is the client's or a new one.
     pub(super) fn new(call: &Call, request_id: &str, created: u64, version: &str, reporting: Reporting) -> Self {
         let prefix = match call.kind {
-            Kind::Completion => "cmpl",
-            Kind::Chat => "chatcmpl",
+            Kind::Completion => "cmpl-",
+            Kind::Chat | Kind::Messages => "chatcmpl-",
+            Kind::Responses => "resp_",
         };
         let count = call.prompts.len() * call.n;
         Self {
-            id: format!("{prefix}-{request_id}"),
+            id: format!("{prefix}{request_id}"),
             created,
             fingerprint: format!("vllm-{version}-simulated"),
             reporting,
@@ -78,7 +83,32 @@ impl Answer {
         match call.kind {
             Kind::Completion => self.completion(call),
             Kind::Chat => self.chat(call),
+            Kind::Messages | Kind::Responses => dialect::body(self, call),
         }
+    }
+
+    /// The server-sent events before the first token.
+    pub(super) fn first_frames(&self, call: &Call) -> Vec<String> {
+        if call.kind.has_named_events() {
+            return dialect::opening(self, call);
+        }
+        self.opening(call).iter().map(data).collect()
+    }
+
+    /// The server-sent event of the token just taken in.
+    pub(super) fn frame_of(&self, call: &Call, output: Output, text: &str) -> String {
+        if call.kind.has_named_events() {
+            return dialect::token(self, call, text);
+        }
+        data(&self.event_of(call, output, text))
+    }
+
+    /// The server-sent events after the last token.
+    pub(super) fn last_frames(&self, call: &Call) -> Vec<String> {
+        if call.kind.has_named_events() {
+            return dialect::closing(self, call);
+        }
+        self.closing(call).iter().map(data).chain([data("[DONE]")]).collect()
     }
 
     fn completion(&self, call: &Call) -> Value {
@@ -121,20 +151,21 @@ impl Answer {
         json!({"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output})
     }
 
-    /// The first choice of each prompt counts: the others find its blocks.
-    fn cached_tokens(&self, call: &Call) -> usize {
+    /// Prompt tokens found in the cache, as the engine says. The first choice of each prompt counts: the others find its blocks.
+    pub(super) fn cached_tokens(&self, call: &Call) -> usize {
         let cached = self.cached.iter().step_by(call.n).sum();
         self.reporting.share.map_or(cached, |share| share_of(cached, share))
     }
 
-    fn created_cache_tokens(&self, call: &Call) -> usize {
+    /// Prompt tokens that are in the cache now and were not.
+    pub(super) fn created_cache_tokens(&self, call: &Call) -> usize {
         let size = self.reporting.block_size;
         let full: usize = call.prompts.iter().map(|prompt| prompt.len() / size * size).sum();
         full.saturating_sub(self.cached_tokens(call))
     }
 
     /// The events before the first token: a chat announces its speaker.
-    pub(super) fn opening(&self, call: &Call) -> Vec<Value> {
+    fn opening(&self, call: &Call) -> Vec<Value> {
         if call.kind == Kind::Completion {
             return Vec::new();
         }
@@ -151,7 +182,7 @@ impl Answer {
     }
 
     /// The event of one token.
-    pub(super) fn event_of(&self, call: &Call, output: Output, text: &str) -> Value {
+    fn event_of(&self, call: &Call, output: Output, text: &str) -> Value {
         let choice = &self.choices[output.choice];
         let ids = call.return_token_ids.then(|| vec![output.token]);
         let finish = output.finish.map(Finish::label);
@@ -162,11 +193,11 @@ impl Answer {
                 json!({"index": output.choice, "text": text, "logprobs": null, "finish_reason": finish, "stop_reason": null,
                        "prompt_token_ids": prompt_ids, "token_ids": ids})
             }
-            Kind::Chat if finish.is_some() => {
+            _ if finish.is_some() => {
                 json!({"index": output.choice, "delta": {"content": text}, "logprobs": null, "finish_reason": finish,
                        "stop_reason": null, "token_ids": ids})
             }
-            Kind::Chat => {
+            _ => {
                 json!({"index": output.choice, "delta": {"content": text}, "logprobs": null, "finish_reason": null,
                                  "token_ids": ids})
             }
@@ -179,13 +210,13 @@ impl Answer {
     }
 
     /// The last event, when the client asked for the usage.
-    pub(super) fn closing(&self, call: &Call) -> Option<Value> {
+    fn closing(&self, call: &Call) -> Option<Value> {
         call.include_usage.then(|| {
             let mut usage = self.counts(call);
             if self.reporting.details {
                 usage["prompt_tokens_details"] = match call.kind {
                     Kind::Completion => json!({"cached_tokens": self.cached_tokens(call)}),
-                    Kind::Chat => json!({"cached_tokens": self.cached_tokens(call),
+                    _ => json!({"cached_tokens": self.cached_tokens(call),
                                          "created_cache_tokens": self.created_cache_tokens(call)}),
                 };
             }
@@ -199,7 +230,7 @@ impl Answer {
     fn event(&self, call: &Call, choices: Value) -> Map<String, Value> {
         let object = match call.kind {
             Kind::Completion => "text_completion",
-            Kind::Chat => "chat.completion.chunk",
+            _ => "chat.completion.chunk",
         };
         let mut event = Map::new();
         event.insert("id".into(), json!(self.id));
@@ -237,6 +268,11 @@ fn chat_choice(call: &Call, index: usize, choice: &Choice) -> Value {
         "index": index, "message": message, "logprobs": null, "finish_reason": choice.finish.map(Finish::label), "stop_reason": null,
         "token_ids": ids, "routed_experts": null,
     })
+}
+
+/// A server-sent event without a name.
+fn data(data: impl std::fmt::Display) -> String {
+    format!("data: {data}\n\n")
 }
 
 fn share_of(tokens: usize, share: f64) -> usize {

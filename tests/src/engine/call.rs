@@ -13,13 +13,24 @@ const PROMPTS_MAX: usize = 1024;
 /// Choices per prompt.
 const N_MAX: u64 = 64;
 
-/// Which of the two generating routes.
+/// Which of the generating routes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// `/v1/completions`
     Completion,
     /// `/v1/chat/completions`
     Chat,
+    /// `/v1/messages`
+    Messages,
+    /// `/v1/responses`
+    Responses,
+}
+
+impl Kind {
+    /// Whether the events of its streams have names, and no `[DONE]` after them.
+    pub(super) fn has_named_events(self) -> bool {
+        matches!(self, Self::Messages | Self::Responses)
+    }
 }
 
 /// An adapter as a request uses it: number (from 1), name, path.
@@ -57,6 +68,8 @@ pub(super) struct Call {
     pub(super) report_hits: bool,
     /// `seed`; 0 without.
     pub(super) seed: u64,
+    /// `instructions` of `/v1/responses`, which its answer repeats.
+    pub(super) instructions: Option<String>,
     /// The data-parallel rank that the client wants.
     pub(super) rank: Option<usize>,
 }
@@ -160,8 +173,11 @@ impl Call {
         let prompts = match kind {
             Kind::Completion => completion_prompts(tokens, body)?,
             Kind::Chat => vec![chat_prompt(tokens, body)?],
+            Kind::Messages => vec![chat_prompt(tokens, &as_chat(&body["system"], &body["messages"]))?],
+            Kind::Responses => vec![chat_prompt(tokens, &as_chat(&body["instructions"], &body["input"]))?],
         };
-        let asked = number(body, "max_completion_tokens")?.or(number(body, "max_tokens")?);
+        let asked = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+        let asked = asked.iter().find_map(|key| number(body, key).transpose()).transpose()?;
         let max_tokens = asked.map(|asked| usize::try_from(asked).unwrap_or(usize::MAX));
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
@@ -184,6 +200,7 @@ impl Call {
             session: text(&body["session_id"]).or_else(|| header("x-session-id")),
             report_hits: config.version.reports_hits() && body["vllm_xargs"]["kv_cache_report_mode"] == "full",
             seed: number(body, "seed")?.unwrap_or(0),
+            instructions: text(&body["instructions"]),
             rank,
         };
         call.check_length(config.token_limit())?;
@@ -197,7 +214,7 @@ impl Call {
         let (wanted, finish) = match (self.max_tokens, self.kind) {
             (Some(max), _) => (max, Finish::Length),
             (None, Kind::Completion) => (16, Finish::Length),
-            (None, Kind::Chat) => (natural.max(1), Finish::Stop),
+            (None, _) => (natural.max(1), Finish::Stop),
         };
         if wanted > room { (room, Finish::Length) } else { (wanted, finish) }
     }
@@ -297,6 +314,17 @@ fn chat_prompt(tokens: &Tokens, body: &Value) -> Result<Vec<u32>, ApiError> {
     let text = tokens.chat(body).map_err(|cause| ApiError::bad(format!("{cause:#}"), None))?;
     let prompt = encode(tokens, &text, body["add_special_tokens"] == true)?;
     if prompt.is_empty() { Err(ApiError::bad("The prompt is empty.", Some("messages"))) } else { Ok(prompt) }
+}
+
+/// The chat that another route's body means: what the system says first, then a text of the user's or a list of messages.
+fn as_chat(system: &Value, messages: &Value) -> Value {
+    let system = (!system.is_null()).then(|| json!({"role": "system", "content": system}));
+    let user = messages.is_string().then(|| json!({"role": "user", "content": messages}));
+    if !(messages.is_string() || messages.is_array()) {
+        return Value::Null;
+    }
+    let listed = messages.as_array().into_iter().flatten().cloned();
+    json!({"messages": system.into_iter().chain(user).chain(listed).collect::<Vec<_>>()})
 }
 
 fn encode(tokens: &Tokens, text: &str, add_special: bool) -> Result<Vec<u32>, ApiError> {

@@ -109,6 +109,8 @@ impl Visit {
         match (self.method.as_str(), path) {
             ("POST", "/v1/completions") => self.generate(Kind::Completion, &body, tracked).await,
             ("POST", "/v1/chat/completions") => self.generate(Kind::Chat, &body, tracked).await,
+            ("POST", "/v1/messages") => self.generate(Kind::Messages, &body, tracked).await,
+            ("POST", "/v1/responses") => self.generate(Kind::Responses, &body, tracked).await,
             _ => {
                 let reply = self.plain(path, &body).await;
                 tracked.status(reply.status().as_u16());
@@ -212,9 +214,11 @@ impl Visit {
 }
 
 /// Paths that exist, for the difference between 404 and 405.
-const ROUTES: [&str; 10] = [
+const ROUTES: [&str; 12] = [
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
     "/v1/models",
     "/health",
     "/version",
@@ -297,27 +301,27 @@ impl Sender {
         let mut opened = false;
         while !self.answer.complete() {
             let Some(output) = self.running.outputs.recv().await else { return false };
-            let mut due = if opened { Vec::new() } else { self.answer.opening(&self.call) };
+            let mut due = if opened { Vec::new() } else { self.answer.first_frames(&self.call) };
             opened = true;
             let text = self.life.tokens.text(output.token);
             self.answer.take(output, &text);
-            due.push(self.answer.event_of(&self.call, output, &text));
-            for event in due {
-                if !self.send_event(&mut events, &event.to_string()).await {
+            due.push(self.answer.frame_of(&self.call, output, &text));
+            for frame in due {
+                if !self.send_event(&mut events, frame).await {
                     return false;
                 }
             }
         }
-        if let Some(event) = self.answer.closing(&self.call)
-            && !self.send_event(&mut events, &event.to_string()).await
-        {
-            return false;
+        for frame in self.answer.last_frames(&self.call) {
+            if !self.send_event(&mut events, frame).await {
+                return false;
+            }
         }
-        self.send_event(&mut events, "[DONE]").await
+        true
     }
 
     /// Sends one event, unless the stream is to die or stall here.
-    async fn send_event(&self, events: &mut Events, text: &str) -> bool {
+    async fn send_event(&self, events: &mut Events, frame: String) -> bool {
         let sent = events.sent;
         self.life.faults.until(|plan| plan.stall_after_chunks.is_none_or(|limit| sent < limit)).await;
         if self.dies.is_some_and(|limit| sent >= limit) {
@@ -325,7 +329,7 @@ impl Sender {
             return false;
         }
         events.sent += 1;
-        events.sender.send(Ok(Bytes::from(format!("data: {text}\n\n")))).await.is_ok()
+        events.sender.send(Ok(Bytes::from(frame))).await.is_ok()
     }
 }
 

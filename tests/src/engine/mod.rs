@@ -12,6 +12,7 @@ mod call;
 mod chance;
 mod clock;
 mod config;
+mod dialect;
 mod faults;
 #[cfg(test)]
 mod fidelity;

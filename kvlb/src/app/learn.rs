@@ -58,7 +58,7 @@ pub(super) async fn keep_learning(state: Arc<State>, asker: Asker) {
         rules.mark_unchanged();
         let table = state.table();
         crew.update(table.services().iter().flat_map(|service| asking(service)), |_, asking| {
-            tokio::spawn(learn(asking.clone(), asker.clone()))
+            tokio::spawn(learn(asking.clone(), asker.clone(), Arc::clone(&state)))
         });
         drop(table);
         if let Ok(Err(_closed)) = timeout(MISSING_AFTER, rules.changed()).await {
@@ -79,13 +79,20 @@ fn asking(service: &Service) -> impl Iterator<Item = (Key, Asking)> {
 }
 
 /// Asks one engine now and then, and at once where its events are there again: it may be another one.
-async fn learn(asking: Asking, asker: Asker) {
+async fn learn(asking: Asking, asker: Asker, state: Arc<State>) {
     let connected = || asking.kv.as_ref().is_some_and(|kv| kv.status(clock::now()).connected);
     loop {
         let mut before = connected();
         let facts = discover::read(&asker, &asking.place, false, None).await;
         let silent = facts.unreachable().is_some();
-        asking.meters.set_facts(facts);
+        if let (Some(kv), Some(era)) = (&asking.kv, facts.era()) {
+            kv.set_era(era);
+        }
+        // One that does not answer now still publishes where it did.
+        if !silent || asking.meters.facts().is_none() {
+            asking.meters.set_facts(facts);
+            state.facts_changed();
+        }
         let asked = clock::now();
         loop {
             sleep(LOOK_EVERY).await;

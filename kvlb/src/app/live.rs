@@ -15,13 +15,10 @@ use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, 
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
-use crate::router::{self, Overlap, View as _};
+use crate::router::{self, Decision, Overlap, PromptShape, View as _};
 use crate::state::kv::EndpointKv;
 use crate::state::{self, Onlooker, Service, Staged, State};
 use crate::telemetry::Metrics;
-
-/// How blocks are named here: as the engine names them.
-const KEYING: &str = "parity";
 
 /// A rule's answer waits this long for what its engines say of themselves: on a local network they need some 20 ms.
 const FIRST_WORDS: Duration = Duration::from_millis(400);
@@ -105,16 +102,16 @@ impl Live for LiveState {
     fn inventory(&self, rule: RuleId, position: usize) -> Option<Inventory> {
         let service = self.service(rule)?;
         let kv = service.endpoints.get(position)?.kv.as_ref()?;
-        Some(Inventory { names: kv.names(), keying: KEYING })
+        Some(Inventory { blocks: kv.inventory(), keying: keying(kv) })
     }
 
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
         let service = self.service(rule)?;
-        let named = desk::name_for(&self.state, &service, request.path, request.model, request.body);
-        let decision = router::route(&service.ready, &named, &Onlooker(&service), None, &[]);
+        let seen = desk::see(&self.state, &service, request.path, request.model, request.body);
+        let decision = router::route(&service.ready, &seen.named, &Onlooker(&service), None, &[]);
         let mut held = vec![Overlap::default(); service.endpoints.len()];
-        for prompt in named.iter().flat_map(|named| &named.prompts) {
-            service.overlaps(&prompt.names, &mut held);
+        if let Ok(named) = &seen.named {
+            held = service.held(named);
         }
         let candidate = |(known, held): (crate::policy::Candidate, &Overlap)| CandidateView {
             ep_idx: known.endpoint,
@@ -122,13 +119,16 @@ impl Live for LiveState {
             count: held.count,
             load: known.load,
             eligible: known.eligible,
+            keying: service.endpoints[known.endpoint].kv.as_ref().map(|kv| keying(kv)),
+            rank: held.rank,
         };
         Some(Explanation {
             tier: decision.tier.label().to_owned(),
             reason: decision.miss.map(|miss| miss.reason.label().to_owned()),
             detail: decision.miss.map(|miss| miss.detail.to_owned()).filter(|detail| !detail.is_empty()),
             endpoint: decision.endpoint,
-            prompts: decision.prompts.iter().map(|p| PromptView { tokens: p.tokens, blocks: p.blocks }).collect(),
+            would_choose: decision.observed.map(|observed| observed.endpoint),
+            prompts: prompts(&seen, &decision),
             candidates: service.candidates().into_iter().zip(&held).map(candidate).collect(),
         })
     }
@@ -193,18 +193,41 @@ fn trouble(staged: &Staged) -> Option<String> {
     Some(format!("chats cannot be rendered exactly ({}){template}", miss.detail()))
 }
 
+/// A request's prompts with the names of their blocks, each of which is shown in the way of the first endpoint's.
+fn prompts(seen: &desk::Seen, decision: &Decision) -> Vec<PromptView> {
+    let prompt = |(position, shape): (usize, &PromptShape)| {
+        let named = seen.named.as_ref().ok().and_then(|named| named.prompts.get(position));
+        let names = named.and_then(|prompt| prompt.names.first());
+        let tokens = seen.tokens.get(position);
+        PromptView {
+            tokens: shape.tokens,
+            blocks: shape.blocks,
+            names: names.into_iter().flatten().map(ToString::to_string).collect(),
+            token_ids: tokens.into_iter().flatten().map(|token| token.0).collect(),
+        }
+    };
+    decision.prompts.iter().enumerate().map(prompt).collect()
+}
+
+/// The word for how an endpoint's blocks are named.
+fn keying(kv: &EndpointKv) -> &'static str {
+    if kv.is_rehashed() { "rehash" } else { "parity" }
+}
+
 fn kv_view(kv: &EndpointKv) -> KvView {
     let status = kv.status(clock::now());
     KvView {
         contract: status.contract.label().to_owned(),
         leg: status.contract.leg().map(|leg| leg.label().to_owned()),
         detail: status.contract.detail().map(str::to_owned),
-        keying: KEYING.to_owned(),
+        keying: keying(kv).to_owned(),
         blocks: status.blocks as u64,
         connected: status.connected,
         replay: status.replay.label().to_owned(),
         sequence: status.sequence.map(|seq| seq.0),
         last_event_age_ms: status.last_event_age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+        ranks: status.ranks,
+        orphans: kv.counters.orphans.load(Ordering::Relaxed),
         gaps: kv.counters.gaps.load(Ordering::Relaxed),
         restarts: kv.counters.restarts.load(Ordering::Relaxed),
         notes: Vec::new(),

@@ -127,6 +127,8 @@ pub struct Attestor {
     seed: NoneSeed,
     label: EngineLabel,
     era: KeyEra,
+    /// Whether an announcement has shown the era.
+    era_shown: bool,
     contract: Contract,
     checkable: u32,
     unexplained: u32,
@@ -155,6 +157,7 @@ impl Attestor {
             seed,
             label: EngineLabel::default(),
             era: KeyEra::default(),
+            era_shown: false,
             contract: Contract::Unverified,
             checkable: 0,
             unexplained: 0,
@@ -172,6 +175,13 @@ impl Attestor {
     /// How the engine writes extra keys, as far as its announcements show.
     pub const fn era(&self) -> KeyEra {
         self.era
+    }
+
+    /// Notes how the engine's version writes extra keys, until an announcement shows it.
+    pub const fn set_era(&mut self, era: KeyEra) {
+        if !self.era_shown {
+            self.era = era;
+        }
     }
 
     /// Forgets everything seen: another engine life may run with other flags.
@@ -245,6 +255,7 @@ impl Attestor {
             if agree(&digests, &stored.hashes) {
                 if stored.has_keys() {
                     self.era = era;
+                    self.era_shown = true;
                 }
                 if !from_root {
                     return Finding::AlgorithmAgrees;

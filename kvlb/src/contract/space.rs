@@ -45,6 +45,11 @@ impl KeySpace {
         matches!(self.scheme, Scheme::Rehash(_))
     }
 
+    /// Whether an adapter's path is part of its blocks' names.
+    pub const fn hashes_paths(&self) -> bool {
+        matches!(self.scheme, Scheme::Parity { era: KeyEra::Tagged, .. })
+    }
+
     /// Begins the chain of one prompt, with what else enters its names.
     ///
     /// # Errors

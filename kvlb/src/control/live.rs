@@ -77,6 +77,10 @@ pub struct KvView {
     pub sequence: Option<u64>,
     /// Milliseconds since the last event batch; null before the first.
     pub last_event_age_ms: Option<u64>,
+    /// Data-parallel ranks that announced blocks.
+    pub ranks: usize,
+    /// Blocks that have no name of ours because their parent was never announced.
+    pub orphans: u64,
     /// Holes in the numbers so far.
     pub gaps: u64,
     /// New lives of the engine so far.
@@ -89,8 +93,8 @@ pub struct KvView {
 /// The blocks that an endpoint holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inventory {
-    /// The engine's names of them.
-    pub names: Vec<BlockHash>,
+    /// The engine's name of each, in order, and ours where it has another one.
+    pub blocks: Vec<(BlockHash, Option<BlockHash>)>,
     /// `parity` or `rehash`.
     pub keying: &'static str,
 }
@@ -117,6 +121,9 @@ pub struct Explanation {
     pub detail: Option<String>,
     /// Where the request would go; null where nobody is eligible.
     pub endpoint: Option<usize>,
+    /// Where the KV tier would send it, on a rule that only observes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub would_choose: Option<usize>,
     /// The prompts of the request.
     pub prompts: Vec<PromptView>,
     /// What was known of every endpoint.
@@ -124,12 +131,16 @@ pub struct Explanation {
 }
 
 /// One prompt of a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PromptView {
     /// Its tokens.
     pub tokens: usize,
     /// Its full blocks.
     pub blocks: usize,
+    /// Their names, in hex digits.
+    pub names: Vec<String>,
+    /// Its token ids.
+    pub token_ids: Vec<u32>,
 }
 
 /// What was known of an endpoint when it was compared.
@@ -145,4 +156,8 @@ pub struct CandidateView {
     pub load: u32,
     /// Whether it may be asked.
     pub eligible: bool,
+    /// `parity` or `rehash`; null where it is not subscribed.
+    pub keying: Option<&'static str>,
+    /// The data-parallel rank that holds them; null where it has one only, or holds none.
+    pub rank: Option<i64>,
 }

@@ -8,11 +8,12 @@ use tokio::time::{sleep, timeout};
 
 use super::preflight::{Heard, Ours, Socket};
 use crate::clock;
-use crate::contract::attest::{Attestor, Contract, Leg};
-use crate::fleet::EndpointKey;
+use crate::contract::Rehash;
+use crate::contract::attest::{Contract, Leg};
+use crate::fleet::{EndpointKey, Keying};
 use crate::ingest::{self, ReplayPort, Subscription};
 use crate::state::index::{Index, IndexConfig};
-use crate::state::kv::{EndpointKv, ReplayState};
+use crate::state::kv::{EndpointKv, Naming, ReplayState};
 
 /// How often what was heard is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -26,9 +27,17 @@ const NAMES_MAX: usize = 10_000;
 /// Listens to an engine's events, its replay first, until they tell whether its names are ours, for `limit` at most.
 pub async fn hear(place: &EndpointKey, ours: &Ours, limit: Duration) -> Heard {
     let index = Index::new(IndexConfig { max_blocks: Some(NAMES_MAX), ..IndexConfig::default() });
-    let attestor = Attestor::new(ours.algo, ours.seed.clone(), ours.block_size);
-    let kv = Arc::new(EndpointKv::new(Arc::new(index), attestor));
+    // Whether names agree is what is asked, so they stay as the engine gives them.
+    let naming = Naming {
+        algo: ours.algo,
+        seed: ours.seed.clone(),
+        block_size: ours.block_size,
+        keying: Keying::Parity,
+        rehash: Rehash::new(0),
+    };
+    let kv = Arc::new(EndpointKv::new(Arc::new(index), &naming));
     let subscription = Subscription {
+        feed: 0,
         label: place.to_string(),
         host: place.host.clone(),
         port: ours.zmq_port,

@@ -86,6 +86,13 @@ families! {
     /// Blocks of prompts that were named.
     prompt_blocks: counter("kvlb_prompt_blocks_total");
 
+    /// Requests sent after others under way that bring the same blocks, by endpoint; none of them is a hit.
+    expected_choices: counters("kvlb_expected_choices_total", ["ep_idx"]);
+    /// Requests of rules that only observe, by what the KV tier would have chosen: the same endpoint, another, or none.
+    observed_choices: counters("kvlb_observed_choices_total", ["service", "result"]);
+    /// Prompt tokens that the KV tier's choices would have spared beyond the selector's, on rules that only observe.
+    observed_tokens: counters("kvlb_observed_spared_tokens_total", ["service"]);
+
     // The proxy.
     /// Client connections accepted.
     connections: counter("kvlb_client_connections_total");
@@ -135,6 +142,10 @@ families! {
     event_lag_seconds: floats("kvlb_event_lag_seconds", ["service", "ep_idx"]);
     /// Seconds since the last event batch of an endpoint was applied.
     event_age_seconds: floats("kvlb_event_age_seconds", ["service", "ep_idx"]);
+    /// How an endpoint's blocks are named: 1 for the way that holds now.
+    keying: gauges("kvlb_keying", ["service", "ep_idx", "keying"]);
+    /// Announced blocks that have no name of ours because their parent was never announced.
+    orphans: counters("kvlb_rehash_orphans_total", ["service", "ep_idx"]);
     /// What happened on an endpoint's event stream.
     event_stream: counters("kvlb_event_stream_total", ["service", "ep_idx", "what"]);
 

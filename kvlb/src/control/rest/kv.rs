@@ -60,18 +60,25 @@ struct Block {
     hash_uint64: u64,
     /// The same as text: a number above 2^53 loses its last bits in JavaScript and jq.
     hash_hex: String,
+    /// Our own name of it, in rehash.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
 }
 
 fn listing<'a>(rule: &Rule, ep_idx: usize, inventory: &'a Inventory, offset: usize, limit: usize) -> Listing<'a> {
-    let block =
-        |(position, name): (usize, &BlockHash)| Block { position, hash_uint64: name.0, hash_hex: name.to_string() };
+    let block = |(position, (theirs, ours)): (usize, &(BlockHash, Option<BlockHash>))| Block {
+        position,
+        hash_uint64: theirs.0,
+        hash_hex: theirs.to_string(),
+        name: ours.map(|name| name.to_string()),
+    };
     Listing {
         service_id: rule.id.0,
         ep_idx,
         hash_algo: rule.kv.algo.label(),
         keying: if inventory.keying.is_empty() { "parity" } else { inventory.keying },
-        blocks: inventory.names.iter().enumerate().skip(offset).take(limit).map(block).collect(),
-        total: inventory.names.len(),
+        blocks: inventory.blocks.iter().enumerate().skip(offset).take(limit).map(block).collect(),
+        total: inventory.blocks.len(),
     }
 }
 

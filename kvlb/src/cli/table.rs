@@ -223,6 +223,8 @@ pub(super) fn kv_status(answer: &Value, screen: Screen) -> String {
         spare("Last event", 3),
         spare("Gaps", 4),
         spare("Restarts", 8),
+        spare("Ranks", 10),
+        spare("Orphans", 9),
     ]);
     let mut details = String::new();
     for service in services(answer) {
@@ -242,6 +244,8 @@ pub(super) fn kv_status(answer: &Value, screen: Screen) -> String {
                 kv["lastEventAgeMs"].as_u64().map_or_else(String::new, age),
                 cell(&kv["gaps"]),
                 cell(&kv["restarts"]),
+                cell(&kv["ranks"]),
+                cell(&kv["orphans"]),
             ]);
             if let Some(detail) = kv["detail"].as_str().filter(|detail| !detail.is_empty()) {
                 let id = cell(&service["service_id"]);
@@ -414,9 +418,11 @@ fn place(endpoint: &Value) -> String {
 }
 
 fn verdict(kv: &Value) -> String {
+    // A broken leg costs nothing where blocks have names of ours.
+    let healed = if kv["keying"] == "rehash" { " (rehash)" } else { "" };
     match kv["leg"].as_str() {
-        Some(leg) => format!("{}: {leg}", cell(&kv["contract"])),
-        None => cell(&kv["contract"]),
+        Some(leg) => format!("{}: {leg}{healed}", cell(&kv["contract"])),
+        None => format!("{}{healed}", cell(&kv["contract"])),
     }
 }
 

@@ -12,14 +12,19 @@ use crate::contract::{Extra, TokenId};
 use crate::fleet::{EndpointKey, ExactMode, Limits, Rule};
 use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen,
+    Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen, Usage,
 };
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
-use crate::state::{Expectation, InFlight, Onlooker, Service, State, Unserved};
+use crate::state::{Expectation, InFlight, Onlooker, Service, State, Unserved, ledger};
 use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: the reference tokenizer takes a millisecond for 4 KiB.
 const HEAVY_BODY: usize = 4 << 10;
+
+/// The field by which a request asks for one data-parallel rank.
+///
+/// Source: vLLM 0.32.0; without it the API server spreads requests over its ranks.
+const RANK_FIELD: &str = "x-data-parallel-rank";
 
 /// Letters of a model's name that an error repeats: the longest names in use have fewer.
 const NAME_SHOWN: usize = 100;
@@ -91,6 +96,8 @@ impl Desk {
             earlier: Vec::new(),
             expectations: Vec::new(),
             streams,
+            predicted: None,
+            ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
             began: clock::now(),
             choose: self.steps[Step::Choose as usize].clone(),
@@ -274,6 +281,10 @@ pub(super) struct Errand {
     expectations: Vec<Expectation>,
     /// Whether the answer comes in pieces: its blocks are announced soon after the first, else before the end.
     streams: bool,
+    /// The endpoint that the request went to, and the blocks of its prompt that were said to be there.
+    predicted: Option<(usize, u32)>,
+    /// Whether the client chose the data-parallel rank itself.
+    ranked: bool,
     /// Whether the request is one that the KV tier is for.
     counts: bool,
     began: Instant,
@@ -289,6 +300,7 @@ impl Call for Errand {
             limits: Limits { ..rule.limits },
             forwarded_headers: rule.forwarded_headers,
             client_half_close: rule.client_half_close,
+            usage: self.counts && self.weight == 1 && rule.kv.mode != ExactMode::Off,
         }
     }
 
@@ -339,12 +351,16 @@ impl Call for Errand {
                 }
                 self.settle();
             }
-            Event::Finished { position, bytes } => {
+            Event::Unasked { .. } | Event::Busy { .. } | Event::Lost { .. } => {}
+            Event::Finished { position, bytes, usage } => {
                 self.answered();
                 if let Some(endpoint) = self.service.endpoints.get(position) {
                     endpoint.meters.add_bytes(bytes);
                 }
                 self.settle();
+                if let Some(usage) = usage {
+                    self.compare(position, &usage);
+                }
                 tracing::debug!(
                     service = self.service.rule().id.0,
                     position,
@@ -353,13 +369,16 @@ impl Call for Errand {
                     "request finished"
                 );
             }
-            Event::Replied { status } => {
+            Event::Replied { status, .. }
+            | Event::Died { status, .. }
+            | Event::TimedOut { status: Some(status), .. } => {
                 self.count_class(status);
                 self.settle();
             }
-            Event::Died { .. } | Event::BrokeOff { .. } | Event::TimedOut { .. } | Event::ClientLeft(_) => {
-                self.settle();
-            }
+            Event::BrokeOff { .. }
+            | Event::TimedOut { status: None, .. }
+            | Event::ClientLeft { .. }
+            | Event::CutOff { .. } => self.settle(),
         }
     }
 }
@@ -388,7 +407,10 @@ impl Errand {
         let guard = endpoint.meters.enter(self.weight, self.service.next_choice());
         let fields =
             if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
-        Some(Target { position, addresses: Addresses(endpoint.addresses()), fields, guard })
+        let addresses = Addresses(endpoint.addresses());
+        let rank = decision.rank.filter(|_| decision.tier == Tier::Overlap && !self.ranked);
+        let request_fields = rank.map(|rank| format!("{RANK_FIELD}: {rank}\r\n").into_bytes()).unwrap_or_default();
+        Some(Target { position, addresses, fields, request_fields, guard })
     }
 
     fn count_class(&self, status: u16) {
@@ -396,6 +418,34 @@ impl Errand {
             ["1xx", "2xx", "3xx", "4xx", "5xx"].get(usize::from(status / 100).saturating_sub(1)).unwrap_or(&"other");
         let service = self.service.rule().id.0.to_string();
         self.state.metrics.requests.with_label_values(&[service.as_str(), class]).inc();
+    }
+
+    /// Holds what the engine found in its cache against what was predicted.
+    fn compare(&self, position: usize, usage: &Usage) {
+        let (Some(reported), Some(kv)) =
+            (usage.cached_tokens, self.service.endpoints.get(position).and_then(|endpoint| endpoint.kv.as_ref()))
+        else {
+            return;
+        };
+        let block = u64::from(self.service.rule().kv.block_size.get());
+        let depth = self.predicted.filter(|(chosen, _)| *chosen == position).map_or(0, |(_, depth)| depth);
+        // An engine computes the last token anew, and with it the block that it is in.
+        let most = usage.prompt_tokens.saturating_sub(1) / block * block;
+        let predicted = (u64::from(depth) * block).min(most);
+        let entry = ledger::Entry { prompt: usage.prompt_tokens, predicted, reported };
+        let (service, ep_idx) = (self.service.rule().id.to_string(), position.to_string());
+        let labels = [service.as_str(), ep_idx.as_str()];
+        self.state.metrics.predicted_tokens.with_label_values(&labels).inc_by(predicted);
+        self.state.metrics.reported_tokens.with_label_values(&labels).inc_by(reported);
+        if kv.ledger.enter(entry) {
+            tracing::warn!(
+                service,
+                position,
+                "the engine reports less than half of the cached tokens that its events promise: its inventory is cleared and \
+                 asked for again"
+            );
+            kv.distrust();
+        }
     }
 
     /// Counts what the KV tier would have chosen and spared, on a rule where it only observes.
@@ -418,6 +468,7 @@ impl Errand {
         if !self.counts {
             return;
         }
+        self.predicted = decision.endpoint.map(|position| (position, decision.depth));
         let metrics = &self.state.metrics;
         let blocks: usize = decision.prompts.iter().map(|prompt| prompt.blocks).sum();
         metrics.prompt_blocks.inc_by(blocks as u64);

@@ -9,7 +9,7 @@ use tokio::time::{sleep, timeout};
 use super::crew::Crew;
 use crate::contract::NoneSeed;
 use crate::discover::{self, Asker, Look, OurTokens, Ours, Report, Row};
-use crate::fleet::{EndpointKey, EngineType, ExactMode, Rule, RuleId};
+use crate::fleet::{self, EndpointKey, EngineType, ExactMode, Rule, RuleId};
 use crate::state::kv::EndpointKv;
 use crate::state::{Endpoint, EndpointId, Meters, Service, Staged, State};
 use crate::{clock, tokenize};
@@ -93,28 +93,29 @@ async fn learn(asking: Asking, asker: Asker, state: Arc<State>) {
             asking.meters.set_facts(facts);
             state.facts_changed();
         }
-        let asked = clock::now();
+        let since = clock::now();
         loop {
             sleep(LOOK_EVERY).await;
             let now = connected();
             let reconnected = now && !before;
             before = now;
-            if silent || reconnected || clock::now().duration_since(asked) >= ASK_EVERY {
+            if silent || reconnected || clock::now().duration_since(since) >= ASK_EVERY {
                 break;
             }
         }
     }
 }
 
-/// A rule's side of the contract.
-pub(super) fn ours(rule: &Rule, seed: &NoneSeed, replay_offset: Option<u16>) -> Ours {
-    let kv = &rule.kv;
+/// A rule's side of the contract with one of its endpoints.
+pub(super) fn ours(rule: &Rule, endpoint: &fleet::Endpoint, seed: &NoneSeed, replay_offset: Option<u16>) -> Ours {
+    let (kv, zmq_port) = (&rule.kv, rule.event_port(endpoint));
     Ours {
         block_size: kv.block_size,
         algo: kv.algo,
         seed: seed.clone(),
-        zmq_port: kv.zmq_port,
-        replay_port: kv.replay_port.or_else(|| kv.zmq_port.checked_add(replay_offset?)),
+        keying: kv.keying,
+        zmq_port,
+        replay_port: rule.replay_port(endpoint).or_else(|| zmq_port.checked_add(replay_offset?)),
         ranks: kv.dp_ranks,
         model: rule.key.model.clone(),
     }
@@ -141,14 +142,19 @@ fn sentence(row: &Row) -> String {
 }
 
 /// The preflight of a rule in force, by what its subscriptions have seen so far; all endpoints at the same time.
-pub(super) async fn preflight(state: &Arc<State>, service: &Service, ours: &Ours, asker: &Asker) -> Report {
+pub(super) async fn preflight(
+    state: &Arc<State>,
+    service: &Service,
+    ours: impl Fn(&Endpoint) -> Ours,
+    asker: &Asker,
+) -> Report {
     let mut tasks = JoinSet::new();
     for (ep_idx, endpoint) in service.endpoints.iter().enumerate() {
-        tasks.spawn(look(ep_idx, endpoint.clone(), Arc::clone(state), ours.clone(), asker.clone()));
+        tasks.spawn(look(ep_idx, endpoint.clone(), Arc::clone(state), ours(endpoint), asker.clone()));
     }
     let mut looks = tasks.join_all().await;
     looks.sort_unstable_by_key(|look| look.ep_idx);
-    discover::preflight(ours, &looks)
+    discover::preflight(&looks)
 }
 
 async fn look(ep_idx: usize, endpoint: Endpoint, state: Arc<State>, ours: Ours, asker: Asker) -> Look {
@@ -162,7 +168,7 @@ async fn look(ep_idx: usize, endpoint: Endpoint, state: Arc<State>, ours: Ours, 
     let (facts, heard) = tokio::join!(discover::read(&asker, place, true, ours.model.as_deref()), heard);
     let model = ours.model.clone().or_else(|| facts.base_models().next().map(|model| model.id.clone()));
     let tokens = our_tokens(&state, model.as_deref());
-    Look { ep_idx, endpoint: place.to_string(), facts, heard, tokens }
+    Look { ep_idx, endpoint: place.to_string(), ours, facts, heard, tokens }
 }
 
 fn our_tokens(state: &State, model: Option<&str>) -> OurTokens {

@@ -43,16 +43,15 @@ impl LiveState {
         Self { state, asker, replay_offset, kernel: kernel.map(Arc::downgrade) }
     }
 
-    fn ours(&self, service: &Service) -> Ours {
-        learn::ours(service.rule(), &self.state.config().none_seed, self.replay_offset)
+    fn ours(&self, service: &Service, endpoint: &state::Endpoint) -> Ours {
+        learn::ours(service.rule(), &endpoint.spec, &self.state.config().none_seed, self.replay_offset)
     }
 
     /// What the engines of a rule say that the rule contradicts, by endpoint.
     fn contradictions_of(&self, service: &Service) -> Vec<String> {
-        let ours = self.ours(service);
         let of_endpoint = |(position, endpoint): (usize, &state::Endpoint)| {
             let who = format!("endpoint {position} ({})", endpoint.spec.key);
-            let said = learn::contradictions(&ours, endpoint);
+            let said = learn::contradictions(&self.ours(service, endpoint), endpoint);
             said.into_iter().map(move |said| format!("{who}: {said}")).collect::<Vec<_>>()
         };
         service.endpoints.iter().enumerate().flat_map(of_endpoint).collect()
@@ -92,10 +91,10 @@ impl Live for LiveState {
             requests: endpoint.meters.requests(),
             bytes: endpoint.meters.bytes(),
             load: endpoint.meters.load(),
-            kv: endpoint
-                .kv
-                .as_ref()
-                .map(|kv| KvView { notes: learn::contradictions(&self.ours(&service), endpoint), ..kv_view(kv) }),
+            kv: endpoint.kv.as_ref().map(|kv| KvView {
+                notes: learn::contradictions(&self.ours(&service, endpoint), endpoint),
+                ..kv_view(kv)
+            }),
         })
     }
 
@@ -148,8 +147,8 @@ impl Live for LiveState {
 
     fn preflight(&self, rule: RuleId) -> Option<Report> {
         let service = self.service(rule)?;
-        let ours = self.ours(&service);
-        let looking = learn::preflight(&self.state, &service, &ours, &self.asker);
+        let ours = |endpoint: &state::Endpoint| self.ours(&service, endpoint);
+        let looking = learn::preflight(&self.state, &service, ours, &self.asker);
         Some(tokio::runtime::Handle::try_current().ok()?.block_on(looking))
     }
 

@@ -115,20 +115,21 @@ fn listening(service: &Service, replay_offset: Option<u16>) -> impl Iterator<Ite
 /// Source: vLLM's `ZmqEventPublisher` adds the rank to both of its ports.
 fn of_endpoint(rule: &Rule, endpoint: &Endpoint, replay_offset: Option<u16>) -> Vec<(Key, Listening)> {
     let Some(kv) = &endpoint.kv else { return Vec::new() };
+    let (event_port, replay_port) = (rule.event_port(&endpoint.spec), rule.replay_port(&endpoint.spec));
     let facts = endpoint.meters.facts();
     let said = facts.as_ref().and_then(|facts| facts.sources.known());
     // An engine that publishes elsewhere than the rule says is another one, or seen through another address.
     let source = |rank: u16| {
         let source = said?.get(&rank.into())?;
-        (source.port() == rule.kv.zmq_port.checked_add(rank)).then_some(source)
+        (source.port() == event_port.checked_add(rank)).then_some(source)
     };
     let ranks =
         rule.kv.dp_ranks.map_or_else(|| facts.as_ref().and_then(|facts| facts.ranks()).unwrap_or(1), usize::from);
     let ranks = ranks.clamp(1, RANKS_MAX);
     kv.keep_feeds(ranks);
     let stream = |rank: u16| {
-        let port = rule.kv.zmq_port.checked_add(rank)?;
-        let replay = match (rule.kv.replay_port, source(rank), replay_offset) {
+        let port = event_port.checked_add(rank)?;
+        let replay = match (replay_port, source(rank), replay_offset) {
             (Some(port), _, _) => port.checked_add(rank).map_or(ReplayPort::Off, ReplayPort::Port),
             (None, Some(source), Some(_)) => source.replay_port().map_or(ReplayPort::Off, ReplayPort::Port),
             (None, None, Some(offset)) => ReplayPort::Offset(offset),

@@ -8,9 +8,11 @@ mod api;
 mod create;
 mod error;
 mod grid;
+mod preflight;
 mod save;
 mod table;
 mod unserved;
+mod verify;
 
 #[cfg(test)]
 mod tests;
@@ -28,7 +30,7 @@ pub use error::CliError;
 use api::Api;
 use table::Screen;
 
-use crate::config::{Client, ClientFlags, Config, Env, UpFlags};
+use crate::config::{Client, ClientFlags, Config, Engines, Env, UpFlags};
 
 /// What a command line asks for.
 #[derive(Debug)]
@@ -47,6 +49,8 @@ pub struct Invocation {
     client: Client,
     output: Option<Output>,
     command: Command,
+    /// What `preflight` judges engines by that have no rule.
+    engines: Option<Engines>,
     program: &'static str,
 }
 
@@ -81,7 +85,11 @@ fn ready(cli: Cli, env: &Env, program: &'static str) -> Result<Parsed, CliError>
         return Ok(Parsed::Up(Box::new(Config::new(&flags, env, cores).map_err(bad)?)));
     }
     let client = Client::new(&cli.client, env).map_err(bad)?;
-    Ok(Parsed::Client(Box::new(Invocation { client, output: cli.output, command: cli.command, program })))
+    let engines = match &cli.command {
+        Command::Preflight(preflight) => Some(preflight.engines(env).map_err(bad)?),
+        _ => None,
+    };
+    Ok(Parsed::Client(Box::new(Invocation { client, output: cli.output, command: cli.command, engines, program })))
 }
 
 /// The grammar. `up` knows the flags of client commands, so that it can refuse them, but does not show them.
@@ -178,6 +186,10 @@ enum Command {
     Set(Set),
     /// Show what would become of a request
     Explain(Explain),
+    /// Compare engines with a rule, or with flags, leg by leg; changes nothing
+    Preflight(preflight::Preflight),
+    /// Send two small requests through a rule and see whether its KV tier serves them
+    Verify(verify::Verify),
     /// Write all rules to a file
     Save(Save),
     /// Create the rules of a file
@@ -381,6 +393,8 @@ async fn execute(invocation: &Invocation) -> Result<Answer, CliError> {
         Command::Delete(delete) => deleted(&api, delete, output).await,
         Command::Set(Set::Ep { endpoint, state }) => set(&api, endpoint, *state, output).await,
         Command::Explain(explain) => explained(&api, explain, output).await,
+        Command::Preflight(preflight) => preflight.run(&api, invocation.engines.as_ref(), output).await,
+        Command::Verify(verify) => verify.run(&api, output).await,
         Command::Save(save) => save::save(&api, &save.config_path).await,
         Command::Apply(Apply { lb, file }) => {
             let file = lb.as_ref().or(file.as_ref()).ok_or_else(|| CliError::Argument("no file".to_owned()))?;
@@ -420,10 +434,33 @@ fn success(answer: &Value, output: Option<Output>) -> String {
     };
     let rules = if numbers.len() == 1 { "rule" } else { "rules" };
     let change = answer["change"].as_str().unwrap_or("deleted");
-    if numbers.is_empty() {
+    let mut text = if numbers.is_empty() {
         format!("Success: {change}\n")
     } else {
         format!("Success: {rules} {} {change}\n", numbers.join(", "))
+    };
+    for note in answer["notes"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        text.extend([format!("note: {note}\n")]);
+    }
+    text
+}
+
+/// The rule that an operator means by its number or its name, as the API shows it.
+async fn find_rule(api: &Api, which: &str) -> Result<Value, CliError> {
+    let by = if which.parse::<u32>().is_ok() { "id" } else { "name" };
+    let mut answer = api.get(&["config", "loadbalancer", by, which], &[]).await?;
+    match answer["lbAttr"].as_array_mut().map(std::mem::take).unwrap_or_default() {
+        rules if rules.len() > 1 => {
+            let ids: Vec<_> = rules.iter().map(|rule| rule["id"].to_string()).collect();
+            Err(CliError::Argument(format!(
+                "{} rules are named {which:?}: say which by number: {}",
+                ids.len(),
+                ids.join(", ")
+            )))
+        }
+        rules => {
+            rules.into_iter().next().ok_or_else(|| CliError::Failed(format!("no rule {which} in the API's answer")))
+        }
     }
 }
 

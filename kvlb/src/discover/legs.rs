@@ -5,7 +5,7 @@ use super::report::{Row, Verdict};
 use super::sample::SAMPLES;
 use crate::contract::attest::{Contract, Leg};
 use crate::contract::{HashAlgo, KeyEra, NoneSeed, TokenId};
-use crate::fleet::{EngineFacts, Fact, Missing};
+use crate::fleet::{EngineFacts, Fact, Keying, Missing};
 use crate::state::kv::ReplayState;
 
 use Verdict::{Broken, Ok, Unknown, Warn};
@@ -18,6 +18,8 @@ const EVENTS_ON: &str = "start the engine with --kv-events-config '{\"enable_kv_
 /// How a replay socket is opened.
 const REPLAY_ON: &str = "to learn at once what an engine holds, add \"replay_endpoint\": \"tcp://*:6557\" to the engine's \
                          --kv-events-config";
+/// Our side where we name blocks ourselves.
+const NOT_NEEDED: &str = "not needed (kvKeying rehash)";
 /// Series that the document's collector needs.
 ///
 /// Source: the source document, section 6.4.
@@ -121,7 +123,7 @@ fn compare(leg: &'static str, facts: &EngineFacts, ours: &OurTokens, chats: bool
 }
 
 fn differ(leg: &'static str, number: usize, engine: &[TokenId], ours: &[TokenId]) -> Row {
-    let at = engine.iter().zip(ours).position(|(a, b)| a != b).unwrap_or(engine.len().min(ours.len()));
+    let at = engine.iter().zip(ours).position(|(a, b)| a != b).unwrap_or_else(|| engine.len().min(ours.len()));
     let shown = |ids: &[TokenId]| format!("text {number}: {}, token {at} is {}", count(ids), id_at(ids, at));
     Row::new(leg, Broken, shown(engine), shown(ours)).advise(
         "stage the very files that the engine serves: tokenizer.json, tokenizer_config.json, config.json, template",
@@ -168,11 +170,14 @@ pub(super) fn block_size(ours: &Ours, facts: &EngineFacts, contract: &Contract) 
 pub(super) fn algorithm(ours: &Ours, facts: &EngineFacts, contract: &Contract) -> Row {
     let engine = facts.cache.known().and_then(|cache| cache.hash_algo.clone());
     let (shown, rule) = (engine.clone().unwrap_or_default(), ours.algo.label());
+    if ours.keying == Keying::Rehash {
+        return Row::new("algorithm", Ok, shown, NOT_NEEDED);
+    }
     if let Some(row) = proved("algorithm", contract, &shown, rule) {
         return row;
     }
     if let Contract::Mismatch { leg: Leg::Algorithm, detail } = contract {
-        return Row::new("algorithm", Broken, shown, rule).advise(detail);
+        return Row::new("algorithm", Broken, shown, rule).advise(format!("{detail}{}", meanwhile(ours)));
     }
     match engine {
         Some(algo) if algo == rule => Row::new("algorithm", Ok, shown, rule),
@@ -192,12 +197,16 @@ pub(super) fn seed(ours: &Ours, facts: &EngineFacts, heard: &Heard) -> Row {
         NoneSeed::Text(text) => format!("LLB_KV_NONE_HASH_SEED {text:?}"),
         NoneSeed::Unset => "LLB_KV_NONE_HASH_SEED unset".to_owned(),
     };
+    if ours.keying == Keying::Rehash {
+        return Row::new("seed", Ok, "any", NOT_NEEDED);
+    }
     if let Some(row) = proved("seed", &heard.contract, "", &rule) {
         return row;
     }
     match &heard.contract {
         Contract::Mismatch { leg: Leg::Seed, detail } => {
-            return Row::new("seed", Broken, "another", rule).advise(format!("{detail}; {}", how_to_see_the_seed()));
+            let advice = format!("{detail}{}; {}", meanwhile(ours), how_to_see_the_seed());
+            return Row::new("seed", Broken, "another", rule).advise(advice);
         }
         Contract::Mismatch { leg, detail } => {
             return Row::new("seed", Unknown, format!("hidden behind {leg}"), rule)
@@ -224,6 +233,14 @@ pub(super) fn seed(ours: &Ours, facts: &EngineFacts, heard: &Heard) -> Row {
          this again, or {}{unset}",
         how_to_see_the_seed()
     ))
+}
+
+/// What becomes of an endpoint whose names are disproved.
+fn meanwhile(ours: &Ours) -> &'static str {
+    match ours.keying {
+        Keying::Auto => "; until then kvKeying auto names its blocks in our own way (rehash)",
+        Keying::Parity | Keying::Rehash => "",
+    }
 }
 
 fn how_to_see_the_seed() -> &'static str {

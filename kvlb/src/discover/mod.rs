@@ -14,6 +14,8 @@ mod preflight;
 mod read;
 mod report;
 mod sample;
+#[cfg(test)]
+mod tests;
 
 pub use hear::{hear, heard};
 pub use place::{PlaceError, place};

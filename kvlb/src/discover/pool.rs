@@ -13,7 +13,7 @@ pub(super) fn rows(looks: &[Look]) -> Vec<Row> {
     if reached.is_empty() {
         return Vec::new();
     }
-    let version = |look: &&Look| look.facts.version.known().map(|version| version.text.clone());
+    let version = |look: &Look| look.facts.version.known().map(|version| version.text.clone());
     vec![
         equal("pool_version", &reached, version, "run one version in a pool: how blocks are named changes with it"),
         equal("pool_max_model_len", &reached, model_len, "start all engines with the same --max-model-len"),
@@ -22,11 +22,11 @@ pub(super) fn rows(looks: &[Look]) -> Vec<Row> {
 }
 
 /// The length of the first base model, by which an engine refuses prompts.
-fn model_len(look: &&Look) -> Option<String> {
+fn model_len(look: &Look) -> Option<String> {
     look.facts.base_models().next()?.max_model_len.map(|len| len.to_string())
 }
 
-fn equal(leg: &'static str, looks: &[&Look], value: impl Fn(&&Look) -> Option<String>, advice: &str) -> Row {
+fn equal(leg: &'static str, looks: &[&Look], value: impl Fn(&Look) -> Option<String>, advice: &str) -> Row {
     let mut by_value: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     let mut silent = Vec::new();
     for look in looks {
@@ -74,9 +74,8 @@ fn adapters(looks: &[&Look]) -> Row {
         let shown = if names.is_empty() { "none".to_owned() } else { names };
         return Row::new("pool_lora", Verdict::Ok, shown, "equal");
     };
-    let where_ =
-        |(path, who): (&Option<&str>, &Vec<&str>)| format!("{}: {}", path.unwrap_or("no path"), who.join(", "));
-    let shown = format!("{name} at {}", at.iter().map(where_).collect::<Vec<_>>().join("; "));
+    let places = at.iter().map(|(path, who)| format!("{}: {}", path.unwrap_or("no path"), who.join(", ")));
+    let shown = format!("{name} at {}", places.collect::<Vec<_>>().join("; "));
     // Before, only the name is hashed.
     let hashed = looks.iter().any(|look| look.facts.era() != Some(KeyEra::Untagged));
     let verdict = if hashed { Verdict::Broken } else { Verdict::Warn };

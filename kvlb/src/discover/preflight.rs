@@ -9,10 +9,10 @@ use super::pool;
 use super::report::{EndpointReport, Report, Row, Verdict};
 use crate::contract::attest::Contract;
 use crate::contract::{BlockSize, HashAlgo, NoneSeed, TokenId};
-use crate::fleet::EngineFacts;
+use crate::fleet::{EngineFacts, Keying};
 use crate::state::kv::ReplayState;
 
-/// Our side: a rule's, or what flags and variables say.
+/// Our side of the contract with one endpoint: a rule's, or what flags and variables say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ours {
     /// `kvBlockSize`.
@@ -21,6 +21,8 @@ pub struct Ours {
     pub algo: HashAlgo,
     /// `LLB_KV_NONE_HASH_SEED`.
     pub seed: NoneSeed,
+    /// `kvKeying`: with `rehash` neither algorithm nor seed matters.
+    pub keying: Keying,
     /// `kvZmqPort`.
     pub zmq_port: u16,
     /// The replay port; `None`: no replay is asked for.
@@ -38,6 +40,8 @@ pub struct Look {
     pub ep_idx: usize,
     /// `HOST:PORT`.
     pub endpoint: String,
+    /// Our side.
+    pub ours: Ours,
     /// What its engine says.
     pub facts: EngineFacts,
     /// What its engine announces; `None`: a rule like this does not listen to it.
@@ -71,18 +75,15 @@ pub enum Socket {
     Closed(String),
 }
 
-/// Compares every endpoint with our side, and the endpoints with each other.
-pub fn preflight(ours: &Ours, looks: &[Look]) -> Report {
-    let endpoint = |look: &Look| EndpointReport {
-        ep_idx: look.ep_idx,
-        endpoint: look.endpoint.clone(),
-        legs: legs_of(ours, look),
-    };
+/// Compares every endpoint with our side of it, and the endpoints with each other.
+pub fn preflight(looks: &[Look]) -> Report {
+    let endpoint =
+        |look: &Look| EndpointReport { ep_idx: look.ep_idx, endpoint: look.endpoint.clone(), legs: legs_of(look) };
     Report::new(looks.iter().map(endpoint).collect(), pool::rows(looks))
 }
 
-fn legs_of(ours: &Ours, look: &Look) -> Vec<Row> {
-    let facts = &look.facts;
+fn legs_of(look: &Look) -> Vec<Row> {
+    let (ours, facts) = (&look.ours, &look.facts);
     if let Some(why) = facts.unreachable() {
         let advice = "start the engine, or correct endpointIP and targetPort";
         return vec![Row::new("http", Verdict::Unreachable, why, "").advise(advice)];

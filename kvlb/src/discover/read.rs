@@ -111,8 +111,13 @@ pub async fn read(asker: &Asker, place: &EndpointKey, tokenize: bool, model: Opt
 }
 
 async fn tokens(asker: &Asker, place: &EndpointKey, model: &str) -> Vec<Fact<Vec<TokenId>>> {
-    let mut all = Vec::with_capacity(SAMPLES.len());
+    let mut all: Vec<Fact<Vec<TokenId>>> = Vec::with_capacity(SAMPLES.len());
     for sample in SAMPLES {
+        // One that does not answer is not waited for again and again.
+        if let Some(Fact::Missing(gone @ Missing::Unreachable(_))) = all.last() {
+            all.push(Fact::Missing(gone.clone()));
+            continue;
+        }
         let request = asker.http.post(format!("http://{place}/tokenize")).json(&sample.body(model));
         let answer = asker.answer(request, "/tokenize", JSON_MAX).await;
         all.push(fact(answer.and_then(|body| parse(&body)).and_then(|answer| read_tokens(&answer))));
@@ -224,4 +229,144 @@ fn cache_config(mut labels: &str) -> (CacheConfig, Option<String>) {
 /// A text as it may be shown.
 fn word(text: &str) -> String {
     text.chars().filter(|letter| !letter.is_control()).take(TEXT_MAX).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::extract::Request;
+    use axum::http::StatusCode;
+    use axum::response::IntoResponse as _;
+    use axum::{Router, response::Response};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// A server that answers by `answer`, and where it is.
+    async fn serve(answer: impl Fn(&str, &str, bool) -> Response + Clone + Send + Sync + 'static) -> EndpointKey {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let app = Router::new().fallback(move |request: Request| {
+            let with_key = request.headers().get("authorization").is_some_and(|key| key == "Bearer k");
+            let answer = answer(request.method().as_str(), request.uri().path(), with_key);
+            async move { answer }
+        });
+        tokio::spawn(async move { axum::serve(listener, app).await });
+        EndpointKey { host: "127.0.0.1".to_owned(), port }
+    }
+
+    fn asker(key: Option<&str>) -> Asker {
+        Asker::new(Duration::from_millis(500), key.map(str::to_owned)).unwrap()
+    }
+
+    fn not_found() -> Response {
+        StatusCode::NOT_FOUND.into_response()
+    }
+
+    /// As vLLM 0.32 answers.
+    fn engine(method: &str, path: &str, with_key: bool) -> Response {
+        match (method, path) {
+            ("GET", "/version") => r#"{"version":"0.32.0"}"#.into_response(),
+            ("GET", "/v1/models") if !with_key => StatusCode::UNAUTHORIZED.into_response(),
+            ("GET", "/v1/models") => r#"{"object":"list","data":[
+                {"id":"tiny","root":"models/tiny","parent":null,"max_model_len":4096},
+                {"id":"lora-a","root":"models/lora-a","parent":"tiny","max_model_len":null},{"no":"name"}]}"#
+                .into_response(),
+            ("GET", "/kv_event_sources") => r#"{"0":{"enable_kv_cache_events":true,"publisher":"zmq",
+                "endpoint":"tcp://*:17557","replay_endpoint":"tcp://*:17657","buffer_steps":10000},
+                "1":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:17558"},"x":{}}"#
+                .into_response(),
+            ("GET", "/metrics") => "# HELP vllm:cache_config_info x\nprocess_start_time_seconds 1.5e+09\n\
+                vllm:cache_config_info{block_size=\"16\",enable_prefix_caching=\"True\",engine=\"0\",\
+                num_gpu_blocks=\"131072\",prefix_caching_hash_algo=\"sha256_cbor\"} 1.0\n\
+                vllm:cache_config_info{block_size=\"9\",engine=\"1\"} 1.0\nvllm:num_requests_running{a=\"b\"} 0\n"
+                .into_response(),
+            ("POST", "/tokenize") => r#"{"count":2,"tokens":[9707,0]}"#.into_response(),
+            _ => not_found(),
+        }
+    }
+
+    #[tokio::test]
+    async fn an_engine_is_read_as_it_answers() {
+        let place = serve(engine).await;
+        let facts = read(&asker(Some("k")), &place, true, None).await;
+        assert_eq!(facts.version.known().map(|version| version.release), Some(Some((0, 32))));
+        let models = facts.models.known().unwrap();
+        assert_eq!(
+            models.iter().map(|m| (&*m.id, m.max_model_len)).collect::<Vec<_>>(),
+            [("tiny", Some(4096)), ("lora-a", None)]
+        );
+        assert_eq!(facts.adapters().map(|a| a.root.as_deref()).collect::<Vec<_>>(), [Some("models/lora-a")]);
+        let cache = CacheConfig {
+            block_size: Some(16),
+            num_gpu_blocks: Some(131_072),
+            hash_algo: Some("sha256_cbor".to_owned()),
+            prefix_caching: Some(true),
+        };
+        assert_eq!(facts.cache, Fact::Known(cache), "the first rank's");
+        assert_eq!((facts.ranks(), facts.engines.known()), (Some(2), Some(&2)));
+        let first = facts.first_source().unwrap();
+        assert_eq!((first.port(), first.replay_port(), first.is_open()), (Some(17_557), Some(17_657), true));
+        assert_eq!(facts.process_start, Fact::Known(1.5e9_f64.to_bits()));
+        assert!(facts.series.known().unwrap().contains("vllm:num_requests_running"));
+        assert_eq!(facts.tokens, vec![Fact::Known(vec![TokenId(9707), TokenId(0)]); SAMPLES.len()]);
+    }
+
+    #[tokio::test]
+    async fn each_fact_is_missing_for_itself() {
+        let facts = read(&asker(None), &serve(engine).await, true, None).await;
+        assert_eq!(facts.models, Fact::Missing(Missing::Status(401)));
+        assert!(facts.version.known().is_some() && facts.tokens.is_empty(), "no model is known to ask for");
+        let named = read(&asker(None), &serve(engine).await, true, Some("tiny")).await;
+        assert_eq!(named.tokens.len(), SAMPLES.len());
+        let bare = read(&asker(None), &serve(|_, _, _| not_found()).await, true, Some("m")).await;
+        assert_eq!(bare.sources, Fact::Missing(Missing::Status(404)));
+        assert_eq!((bare.unreachable(), bare.era(), bare.ranks()), (None, None, None));
+    }
+
+    #[tokio::test]
+    async fn the_key_is_sent_to_the_paths_that_it_guards_alone() {
+        let place = serve(|_, path, with_key| {
+            let right = path.starts_with("/v1") == with_key;
+            if right { "{}".into_response() } else { StatusCode::BAD_REQUEST.into_response() }
+        });
+        let facts = read(&asker(Some("k")), &place.await, true, Some("m")).await;
+        let refused = Missing::Status(400);
+        assert!(facts.version.missing() != Some(&refused) && facts.models.missing() != Some(&refused));
+        assert!(facts.tokens.iter().all(|tokens| tokens.missing() != Some(&refused)));
+    }
+
+    #[tokio::test]
+    async fn whatever_is_answered_is_bounded_and_never_fails_as_a_whole() {
+        let long = "9".repeat(JSON_MAX + 1);
+        let facts =
+            read(&asker(None), &serve(move |_, _, _| long.clone().into_response()).await, true, Some("m")).await;
+        assert!(matches!(facts.version, Fact::Missing(Missing::Unreadable(_))));
+        for odd in
+            ["", "{", "[]", "null", "3", r#"{"version":3,"data":{},"tokens":[-1]}"#, r#"{"tokens":[99999999999]}"#]
+        {
+            let facts = read(&asker(None), &serve(move |_, _, _| odd.into_response()).await, true, Some("m")).await;
+            assert!(facts.version.known().is_none() && facts.cache.known().is_none(), "{odd}");
+            assert!(facts.tokens.iter().all(|tokens| tokens.known().is_none()), "{odd}");
+        }
+        let word = "x".repeat(10 * TEXT_MAX);
+        let body = format!("{{\"version\":\"0.1\\u0007{word}\"}}");
+        let facts = read(&asker(None), &serve(move |_, _, _| body.clone().into_response()).await, false, None).await;
+        assert_eq!(facts.version.known().map(|version| version.text.len()), Some(TEXT_MAX));
+    }
+
+    #[tokio::test]
+    async fn one_that_is_gone_or_says_nothing_is_unreachable() {
+        let gone = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let place = |listener: &TcpListener| EndpointKey {
+            host: "127.0.0.1".to_owned(),
+            port: listener.local_addr().unwrap().port(),
+        };
+        let nobody = place(&gone);
+        drop(gone);
+        let facts = read(&asker(None), &nobody, true, Some("m")).await;
+        assert!(facts.unreachable().is_some_and(|why| why.contains("refused")), "{:?}", facts.unreachable());
+        let mute = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let facts = read(&asker(None), &place(&mute), true, Some("m")).await;
+        assert_eq!(facts.unreachable(), Some("nothing within 500 ms"));
+    }
 }

@@ -59,5 +59,7 @@ pub(crate) fn endpoint(last_octet: u8, role: Role) -> Endpoint {
         role,
         admin_down: false,
         monitor: None,
+        zmq_port: None,
+        replay_port: None,
     }
 }

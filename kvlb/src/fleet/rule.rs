@@ -99,6 +99,16 @@ impl Rule {
     pub fn monitor_of<'a>(&'a self, endpoint: &'a Endpoint) -> &'a Monitor {
         endpoint.monitor.as_ref().unwrap_or(&self.monitor)
     }
+
+    /// The event port of `endpoint`: its own, else the rule's.
+    pub fn event_port(&self, endpoint: &Endpoint) -> u16 {
+        endpoint.zmq_port.unwrap_or(self.kv.zmq_port)
+    }
+
+    /// The replay port that is set for `endpoint`: its own, else the rule's; `None`: as far above its event port as usual.
+    pub fn replay_port(&self, endpoint: &Endpoint) -> Option<u16> {
+        endpoint.replay_port.or_else(|| self.kv.replay_port.filter(|_| endpoint.zmq_port.is_none()))
+    }
 }
 
 /// Time limits of one rule's requests. `None`: no limit.
@@ -170,6 +180,10 @@ pub struct Endpoint {
     pub admin_down: bool,
     /// Its own probe (`POST …/config/endpoint`); `None`: the rule's.
     pub monitor: Option<Monitor>,
+    /// Its own `kvZmqPort`: several engines of one host cannot share a port.
+    pub zmq_port: Option<u16>,
+    /// Its own `kvReplayPort`.
+    pub replay_port: Option<u16>,
 }
 
 /// What tells an endpoint of a rule from the others.

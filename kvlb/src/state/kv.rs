@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::index::{Applied, Index, Overlap, SlotId};
+use super::ledger::Ledger;
 use crate::contract::attest::{Attestor, Contract, EngineLabel};
 use crate::contract::events::{Attention, Batch, Event, Stored};
 use crate::contract::{BlockHash, BlockSize, EventSeq, HashAlgo, Hasher, KeyEra, KeySpace, NoneSeed, Rehash};
@@ -86,6 +87,8 @@ pub struct Counters {
     pub ranks_refused: AtomicU64,
     /// Blocks that have no name of ours because their parent was never announced.
     pub orphans: AtomicU64,
+    /// Times that the engine's own reports gave the mirror the lie.
+    pub distrusted: AtomicU64,
 }
 
 /// An endpoint's state at one moment.
@@ -213,8 +216,10 @@ pub struct EndpointKv {
     names: ArcSwap<Names>,
     /// What the engine calls blocks that have names of ours, by slot.
     aliases: Mutex<HashMap<SlotId, Aliases>>,
-    /// Grows when the way of naming changes: every feed then has to tell its story again.
+    /// Grows when what is known is dropped: every feed then has to tell its story again.
     renamed: watch::Sender<u64>,
+    /// What was predicted of it, and what its engine reports.
+    pub ledger: Ledger,
     /// What befell its event streams.
     pub counters: Counters,
 }
@@ -238,6 +243,7 @@ impl EndpointKv {
             names: ArcSwap::from_pointee(names),
             aliases: Mutex::default(),
             renamed: watch::Sender::new(0),
+            ledger: Ledger::default(),
             counters: Counters::default(),
         }
     }
@@ -354,7 +360,7 @@ impl EndpointKv {
         matches!(**self.names.load(), Names::Ours(_))
     }
 
-    /// Tells when the way of naming changes.
+    /// Tells when what is known was dropped, because blocks get other names or the mirror proved wrong.
     pub fn watch_names(&self) -> watch::Receiver<u64> {
         self.renamed.subscribe()
     }
@@ -552,6 +558,15 @@ impl EndpointKv {
         }
         let names = if contract.leg().is_some() { Names::Ours(None) } else { Names::Engine };
         self.names.store(Arc::new(names));
+        self.empty(|_| true);
+        self.renamed.send_modify(|times| *times += 1);
+    }
+
+    /// The engine reports so little of what was predicted that the mirror is not to be believed: it is emptied, and every feed
+    /// tells its story again where it can be replayed.
+    pub fn distrust(&self) {
+        count(&self.counters.distrusted, 1);
+        self.ledger.start_over();
         self.empty(|_| true);
         self.renamed.send_modify(|times| *times += 1);
     }

@@ -6,6 +6,7 @@
 mod expect;
 pub mod index;
 pub mod kv;
+pub mod ledger;
 mod live;
 mod reach;
 mod retry;
@@ -222,7 +223,10 @@ impl State {
             |old| old.meters,
         );
         let kv = table::subscribes(rule, spec.role).then(|| {
-            let kept = kept.and_then(find).and_then(|old| old.kv);
+            // What listens elsewhere may hear another engine.
+            let same_ports =
+                |old: &Endpoint| (old.spec.zmq_port, old.spec.replay_port) == (spec.zmq_port, spec.replay_port);
+            let kept = kept.and_then(find).filter(same_ports).and_then(|old| old.kv);
             kept.unwrap_or_else(|| Arc::new(kv::EndpointKv::new(Arc::clone(index), &self.naming(rule))))
         });
         let endpoint = Endpoint { spec: spec.clone(), meters, kv };

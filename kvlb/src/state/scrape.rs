@@ -121,6 +121,7 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
         ("undecodable", &counters.undecodable),
         ("unknown", &counters.unknown),
         ("ranks_refused", &counters.ranks_refused),
+        ("distrusted", &counters.distrusted),
     ] {
         metrics.event_stream.with_label_values(&[labels[0], labels[1], what]).inc_by(read(counter));
     }

@@ -88,6 +88,10 @@ families! {
 
     /// Requests sent after others under way that bring the same blocks, by endpoint; none of them is a hit.
     expected_choices: counters("kvlb_expected_choices_total", ["ep_idx"]);
+    /// Cached prompt tokens that were predicted, of requests whose engine reports its own number.
+    predicted_tokens: counters("kvlb_predicted_cached_tokens_total", ["service", "ep_idx"]);
+    /// Cached prompt tokens as engines report them.
+    reported_tokens: counters("kvlb_reported_cached_tokens_total", ["service", "ep_idx"]);
     /// Requests of rules that only observe, by what the KV tier would have chosen: the same endpoint, another, or none.
     observed_choices: counters("kvlb_observed_choices_total", ["service", "result"]);
     /// Prompt tokens that the KV tier's choices would have spared beyond the selector's, on rules that only observe.

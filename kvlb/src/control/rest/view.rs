@@ -26,6 +26,9 @@ fn rule(entry: &Entry, live: &dyn Live) -> Value {
                 }
             }
             let mut notes: Vec<String> = wire::notes(rule).into_iter().map(Into::into).collect();
+            if entry.volatile {
+                notes.push("made of --listen and --endpoint: not kept over restarts, unless it is posted".to_owned());
+            }
             notes.extend(live.notes(rule.id));
             if !notes.is_empty() {
                 shown.insert("notes".to_owned(), json!(notes));

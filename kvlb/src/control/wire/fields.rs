@@ -209,6 +209,8 @@ pub(crate) const ENDPOINT: &[Field] = &[
     served("ep_role", Whole(0, 2), "0 any, 1 prefill, 2 decode"),
     served("adminState", Text, "up (default), drain, down"),
     served("probe", Object, "its own probe, instead of the rule's"),
+    served("kvZmqPort", PORT, "its own event port, instead of the rule's: engines of one host cannot share one"),
+    served("kvReplayPort", PORT, "its own replay port, likewise"),
     stored("nixl_port", PORT_OR_NONE, "the engine tells it with each transfer"),
     not_yet("backup", Bool, "give it a small weight"),
     not_yet("monitorAddress", Text, ONE_PROBE),

@@ -150,6 +150,10 @@ pub(crate) struct EndpointArguments {
     #[serde(rename = "adminState")]
     pub(crate) admin_state: Option<String>,
     pub(crate) probe: Option<ProbeArguments>,
+    #[serde(rename = "kvZmqPort")]
+    pub(crate) zmq_port: Option<u16>,
+    #[serde(rename = "kvReplayPort")]
+    pub(crate) replay_port: Option<u16>,
 }
 
 /// One of `allowedSources`.

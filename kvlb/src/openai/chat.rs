@@ -5,10 +5,7 @@
 
 use super::json::Json;
 use super::miss::{Miss, Unsupported};
-use super::prompt::{Message, Part};
-
-/// A line that some clients put first into their system prompt, different in each request. The engine drops it.
-const BILLING_HEADER: &str = "x-anthropic-billing-header";
+use super::prompt::{Message, Part, PartKind, ToolCall};
 
 /// Keys of a content part that belong to some API; the engine hands on all others.
 ///
@@ -50,7 +47,6 @@ fn message(value: Json) -> Result<Message, Miss> {
         ..Message::default()
     };
     match role.as_str() {
-        "system" => drop_billing_header(&mut message.content),
         "assistant" => {
             message.reasoning = reasoning(&mut fields)?;
             message.tool_calls = tool_calls(fields.take("tool_calls"))?;
@@ -67,7 +63,7 @@ fn message(value: Json) -> Result<Message, Miss> {
 fn content(value: Option<Json>) -> Result<Vec<Part>, Miss> {
     match value {
         None | Some(Json::Null) => Ok(Vec::new()),
-        Some(Json::Text(text)) => Ok(vec![Part { text, extra: Vec::new() }]),
+        Some(Json::Text(text)) => Ok(vec![Part { text, ..Part::default() }]),
         Some(Json::List(list)) => {
             let mut parts = Vec::with_capacity(list.len());
             for item in list {
@@ -81,14 +77,15 @@ fn content(value: Option<Json>) -> Result<Vec<Part>, Miss> {
 
 fn part(value: Json) -> Result<Option<Part>, Miss> {
     if let Json::Text(text) = value {
-        return Ok(Some(Part { text, extra: Vec::new() }));
+        return Ok(Some(Part { text, ..Part::default() }));
     }
     let mut fields = object(value)?;
     let kind = fields.take("type").unwrap_or(Json::Null);
-    let text = match kind.as_text() {
-        Some("text" | "input_text" | "output_text") => fields.take("text"),
-        Some("thinking") => fields.take("thinking"),
-        Some("refusal") => fields.take("refusal"),
+    let (text, called) = match kind.as_text() {
+        Some("text") => (fields.take("text"), PartKind::Text),
+        Some("input_text" | "output_text") => (fields.take("text"), PartKind::Directed),
+        Some("thinking") => (fields.take("thinking"), PartKind::Aside),
+        Some("refusal") => (fields.take("refusal"), PartKind::Aside),
         other => return Err(medium(other, &fields).into()),
     };
     // A part with a `uuid` is read as media whatever its type says.
@@ -96,7 +93,7 @@ fn part(value: Json) -> Result<Option<Part>, Miss> {
         return Err(Unsupported::Shape.into());
     }
     match text {
-        Some(Json::Text(text)) => Ok(Some(Part { text, extra: fields.unknown_part_keys() })),
+        Some(Json::Text(text)) => Ok(Some(Part { text, kind: called, extra: fields.unknown_part_keys() })),
         None | Some(Json::Null) if matches!(kind.as_text(), Some("text" | "refusal")) => Ok(None),
         _ => Err(Unsupported::Shape.into()),
     }
@@ -120,16 +117,6 @@ fn medium(kind: Option<&str>, fields: &Object) -> Unsupported {
     }
 }
 
-fn drop_billing_header(parts: &mut Vec<Part>) {
-    parts.retain_mut(|part| {
-        if !part.text.starts_with(BILLING_HEADER) {
-            return true;
-        }
-        part.text = part.text.split_once('\n').map_or_else(String::new, |(_header, rest)| rest.to_owned());
-        !part.text.is_empty()
-    });
-}
-
 /// `reasoning`, else its older name `reasoning_content`.
 fn reasoning(fields: &mut Object) -> Result<Option<String>, Unsupported> {
     let older = fields.take("reasoning_content");
@@ -151,12 +138,12 @@ fn no_tools(tools: Option<&Json>) -> Result<(), Miss> {
     if tools.is_none_or(Json::is_null) { Ok(()) } else { Err(Unsupported::Tools.into()) }
 }
 
-fn tool_calls(value: Option<Json>) -> Result<Option<Vec<Json>>, Unsupported> {
+fn tool_calls(value: Option<Json>) -> Result<Option<Vec<ToolCall>>, Unsupported> {
     match value {
         None | Some(Json::Null) => Ok(None),
         Some(Json::List(calls)) if calls.is_empty() => Ok(None),
         Some(Json::List(calls)) => {
-            let calls: Option<Vec<Json>> = calls.into_iter().map(tool_call).collect();
+            let calls: Option<Vec<ToolCall>> = calls.into_iter().map(tool_call).collect();
             calls.map(Some).ok_or(Unsupported::Tools)
         }
         Some(_) => Err(Unsupported::Tools),
@@ -164,19 +151,19 @@ fn tool_calls(value: Option<Json>) -> Result<Option<Vec<Json>>, Unsupported> {
 }
 
 /// A tool call with its keys in the engine's order and its arguments parsed, as templates get them.
-fn tool_call(value: Json) -> Option<Json> {
+fn tool_call(value: Json) -> Option<ToolCall> {
     let mut call = object(value).ok()?;
     let id = call.take("id").filter(is_text)?;
     let kind = call.take("type").filter(|kind| kind.as_text() == Some("function"))?;
     let mut function = object(call.take("function")?).ok()?;
-    let arguments = arguments(function.take("arguments")?.as_text()?)?;
+    let arguments = into_text(function.take("arguments")?)?;
     let name = function.take("name").filter(is_text)?;
-    let function = function.after([("arguments", arguments), ("name", name)]);
-    Some(call.after([("id", id), ("function", function), ("type", kind)]))
+    let function = function.after([("arguments", parsed(&arguments)?), ("name", name)]);
+    Some(ToolCall { shown: call.after([("id", id), ("function", function), ("type", kind)]), arguments })
 }
 
 /// The arguments of a tool call, which come as JSON text and have to be an object.
-fn arguments(text: &str) -> Option<Json> {
+fn parsed(text: &str) -> Option<Json> {
     if text.is_empty() {
         return Some(Json::Map(Vec::new()));
     }
@@ -340,7 +327,8 @@ mod tests {
         let message = only(&format!(r#"{{"role": "assistant", "tool_calls": [{call}]}}"#)).unwrap();
         let expected =
             r#"{"id": "c", "function": {"arguments": {"a": 1}, "name": "f", "y": 2}, "type": "function", "x": 1}"#;
-        assert_eq!(message.tool_calls, Some(vec![json(expected)]));
+        let call = message.tool_calls.unwrap().remove(0);
+        assert_eq!((call.shown, call.arguments.as_str()), (json(expected), r#"{"a": 1}"#));
         let none = only(r#"{"role": "assistant", "content": "a", "tool_calls": []}"#).unwrap();
         assert_eq!(none.tool_calls, None);
         for arguments in ["nonsense", "[1]", r#"{\"a\": NaN}"#] {
@@ -373,13 +361,5 @@ mod tests {
         ] {
             assert_eq!(tools(json(refused)).unwrap_err().detail(), "tools", "{refused}");
         }
-    }
-
-    #[test]
-    fn the_billing_line_of_a_system_prompt_is_dropped() {
-        let message = only(r#"{"role": "system", "content": "x-anthropic-billing-header: cch=1\nrest"}"#).unwrap();
-        assert_eq!(texts(&message), ["rest"]);
-        let message = only(r#"{"role": "user", "content": "x-anthropic-billing-header: cch=1"}"#).unwrap();
-        assert_eq!(texts(&message), ["x-anthropic-billing-header: cch=1"]);
     }
 }

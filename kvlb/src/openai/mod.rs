@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 
 pub use json::Json;
 pub use miss::{BadBody, Miss, NoText, Unsupported};
-pub use prompt::{Chat, Input, Message, Part, Prompt, Side, TokenOptions, Truncate};
+pub use prompt::{Chat, Input, Message, Part, PartKind, Prompt, Side, TokenOptions, ToolCall, Truncate};
 
 use crate::contract::TokenId;
 use body::Fields;

@@ -108,12 +108,33 @@ pub struct Message {
     pub name: Option<String>,
     /// The assistant's reasoning, under either of its names.
     pub reasoning: Option<String>,
-    /// The assistant's tool calls, with the keys in the order in which the engine passes them on.
-    pub tool_calls: Option<Vec<Json>>,
+    /// The assistant's tool calls.
+    pub tool_calls: Option<Vec<ToolCall>>,
     /// The call that a tool's message answers: absent, null or text.
     pub tool_call_id: Option<Json>,
     /// `task`, a mark of some models.
     pub task: Option<String>,
+}
+
+/// One call of a tool, in both forms in which models see it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ToolCall {
+    /// The whole call with its arguments parsed, the keys in the order in which the engine passes them on.
+    pub shown: Json,
+    /// The arguments as the client wrote them.
+    pub arguments: String,
+}
+
+/// What a part calls itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PartKind {
+    /// `text`, as almost every part does, or a plain string.
+    #[default]
+    Text,
+    /// `input_text` or `output_text`, with its text in `text` all the same.
+    Directed,
+    /// `thinking` or `refusal`, with its text in a key of that name.
+    Aside,
 }
 
 /// One text part of a message.
@@ -121,6 +142,8 @@ pub struct Message {
 pub struct Part {
     /// The text.
     pub text: String,
+    /// What the part calls itself.
+    pub kind: PartKind,
     /// Keys of the part that no API knows, which the engine hands on to templates that take parts.
     pub extra: Vec<(String, Json)>,
 }

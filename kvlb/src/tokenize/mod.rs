@@ -8,6 +8,7 @@ mod class;
 mod config;
 mod conversation;
 mod date;
+mod harmony;
 mod miss;
 mod pipeline;
 mod python;
@@ -21,6 +22,7 @@ pub use miss::Miss;
 pub use slug::ModelSlug;
 
 use config::{ModelConfig, TokenizerConfig};
+use harmony::Harmony;
 use template::{SpecialTokens, Template};
 
 use crate::contract::TokenId;
@@ -104,6 +106,7 @@ pub struct Tokenizer {
     vocabulary: tokenizers::Tokenizer,
     special: SpecialTokens,
     templates: Vec<(String, Result<Template, Broken>)>,
+    harmony: Option<Harmony>,
     text_doubt: Option<Miss>,
     chat_doubt: Option<Miss>,
     options: EngineOptions,
@@ -147,7 +150,8 @@ impl Tokenizer {
             .map_err(LoadError::Config)?
             .unwrap_or_default();
         let pipeline = pipeline::build(&files.tokenizer_json, config.as_ref(), &model, options.rebuild)?;
-        let chat_doubt = if model.is_harmony() {
+        let harmony = if model.is_harmony() { Harmony::new(&pipeline.tokenizer) } else { None };
+        let chat_doubt = if model.is_harmony() && harmony.is_none() {
             Some(Miss::Harmony)
         } else if model.has_own_renderer() {
             Some(Miss::Renderer)
@@ -158,6 +162,7 @@ impl Tokenizer {
             vocabulary: pipeline.tokenizer,
             special: pipeline.special,
             templates: templates(files, config.as_ref()),
+            harmony,
             text_doubt: pipeline.doubt,
             chat_doubt,
             options,
@@ -166,10 +171,11 @@ impl Tokenizer {
 
     /// How far this tokenizer can be trusted.
     pub fn status(&self) -> Status {
-        let template = self.template_named("default");
+        let template = self.template_named("default").filter(|_| self.harmony.is_none());
+        let template_doubt = if self.harmony.is_some() { None } else { self.usable_template(template).err() };
         Status {
             text: self.text_doubt,
-            chat: self.chat_doubt.or_else(|| self.usable_template(template).err()),
+            chat: self.chat_doubt.or(template_doubt),
             template: match template {
                 Some(Err(Broken(reason))) => Some(reason.clone()),
                 Some(Ok(template)) => template.doubt(&self.special).map(str::to_owned),
@@ -180,7 +186,7 @@ impl Tokenizer {
 
     /// Whether chats cannot be rendered because no chat template was handed in.
     pub fn template_missing(&self) -> bool {
-        self.templates.is_empty()
+        self.harmony.is_none() && self.templates.is_empty()
     }
 
     /// The token ids of `input`, at most [`Limits::max_tokens`] of them from the start.
@@ -191,7 +197,7 @@ impl Tokenizer {
         let mut ids = match input {
             Input::Tokens(ids) => truncated_ids(ids.clone(), options, limits)?,
             Input::Text(text) => self.encode(text, true, options, limits)?,
-            Input::Chat(chat) => self.encode(&self.render(chat, limits)?, false, options, limits)?,
+            Input::Chat(chat) => self.chat(chat, options, limits)?,
         };
         if ids.is_empty() {
             return Err(Miss::NoTokens);
@@ -200,13 +206,36 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The text that the engine's chat template makes of `chat`.
+    fn chat(&self, chat: &Chat, options: &TokenOptions, limits: &Limits) -> Result<Vec<TokenId>, Miss> {
+        let Some(harmony) = &self.harmony else {
+            return self.encode(&self.render(chat, limits)?, false, options, limits);
+        };
+        let prompt = harmony.render(chat, limits.now)?;
+        let mut ids = Vec::new();
+        for piece in prompt.pieces() {
+            ids.extend(self.encode(piece, false, &self.options_for(chat, options), limits)?);
+        }
+        Ok(ids)
+    }
+
+    /// The options that count for a chat: the engine heeds none where it makes the tokens without a template.
+    pub fn options_for(&self, _chat: &Chat, options: &TokenOptions) -> TokenOptions {
+        if self.harmony.is_some() { TokenOptions::default() } else { *options }
+    }
+
+    /// The text of the prompt for `chat`, whose special tokens stand in it as text.
+    ///
+    /// Its tokens with [`options_for`](Self::options_for) the chat are those of [`tokens`](Self::tokens).
     ///
     /// # Errors
-    /// [`Miss`] as for [`tokens`](Self::tokens).
+    /// [`Miss`] as for [`tokens`](Self::tokens), and [`Miss::Parts`] where only [`tokens`](Self::tokens) can answer.
     pub fn render(&self, chat: &Chat, limits: &Limits) -> Result<String, Miss> {
         if let Some(doubt) = self.chat_doubt {
             return Err(doubt);
+        }
+        if let Some(harmony) = &self.harmony {
+            let prompt = harmony.render(chat, limits.now)?;
+            return if prompt.cuts.is_empty() { Ok(prompt.text) } else { Err(Miss::Parts) };
         }
         if let Some(given) = &chat.template {
             return self.render_given(given, chat, limits);

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
-use crate::openai::{Json, Message, Part};
+use crate::openai::{Json, Message, Part, ToolCall};
 
 const TOKENIZER: &[u8] = include_bytes!("../../../tests/golden/tiny-tokenizer/tokenizer.json");
 const CONFIG: &[u8] = include_bytes!("../../../tests/golden/tiny-tokenizer/tokenizer_config.json");
@@ -45,7 +45,7 @@ fn ids(tokenizer: &Tokenizer, text: &str, options: TokenOptions) -> Result<Vec<u
 }
 
 fn message(role: &str, text: &str) -> Message {
-    Message { role: role.into(), content: vec![Part { text: text.into(), extra: Vec::new() }], ..Message::default() }
+    Message { role: role.into(), content: vec![Part { text: text.into(), ..Part::default() }], ..Message::default() }
 }
 
 fn chat(messages: Vec<Message>) -> Chat {
@@ -144,8 +144,9 @@ fn a_chat_is_rendered_with_the_model_s_own_template() {
 #[test]
 fn tools_and_tool_calls_are_written_as_python_writes_them() {
     let json = |text: &str| serde_json::from_str::<Json>(text).unwrap();
-    let call =
+    let shown =
         json(r#"{"id": "c", "function": {"arguments": {"city": "Paris", "n": 2.0}, "name": "f"}, "type": "function"}"#);
+    let call = ToolCall { shown, arguments: String::new() };
     let assistant = Message { tool_calls: Some(vec![call]), ..message("assistant", "") };
     let mut chat = chat(vec![message("user", "Hi"), assistant]);
     chat.tools = Some(vec![json(r#"{"type": "function", "function": {"name": "f", "description": null}}"#)]);

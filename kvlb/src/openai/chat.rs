@@ -3,6 +3,7 @@
 //! Source: vLLM 0.32.0, `ChatCompletionRequest` and `parse_chat_messages`, run with pydantic 2 and the `openai`
 //! package. What the engine would refuse with a 400 is a miss here, as is what it reads only by guessing.
 
+use super::body::{self, Fields};
 use super::json::Json;
 use super::miss::{Miss, Unsupported};
 use super::prompt::{Message, Part, PartKind, ToolCall};
@@ -60,7 +61,7 @@ fn message(value: Json) -> Result<Message, Miss> {
 }
 
 /// The parts of a message's content. Parts whose text is null are left out, as the engine does.
-fn content(value: Option<Json>) -> Result<Vec<Part>, Miss> {
+pub(super) fn content(value: Option<Json>) -> Result<Vec<Part>, Miss> {
     match value {
         None | Some(Json::Null) => Ok(Vec::new()),
         Some(Json::Text(text)) => Ok(vec![Part { text, ..Part::default() }]),
@@ -162,8 +163,18 @@ fn tool_call(value: Json) -> Option<ToolCall> {
     Some(ToolCall { shown: call.after([("id", id), ("function", function), ("type", kind)]), arguments })
 }
 
+/// A tool call as templates get it, with the entries of its function in the order given.
+pub(super) fn shown_call(id: String, function: [(&str, Json); 2]) -> Json {
+    let function = Object(Vec::new()).after(function);
+    Object(Vec::new()).after([
+        ("id", Json::Text(id)),
+        ("function", function),
+        ("type", Json::Text("function".to_owned())),
+    ])
+}
+
 /// The arguments of a tool call, which come as JSON text and have to be an object.
-fn parsed(text: &str) -> Option<Json> {
+pub(super) fn parsed(text: &str) -> Option<Json> {
     if text.is_empty() {
         return Some(Json::Map(Vec::new()));
     }
@@ -181,7 +192,8 @@ pub(super) fn tools(value: Json) -> Result<Option<Vec<Json>>, Miss> {
     tools.map(Some).ok_or_else(|| Unsupported::Tools.into())
 }
 
-fn tool(value: Json) -> Option<Json> {
+/// A tool as the engine's request model writes it.
+pub(super) fn tool(value: Json) -> Option<Json> {
     let mut tool = object(value).ok()?;
     let kind = tool.take("type").unwrap_or_else(|| Json::Text("function".to_owned()));
     if kind.as_text() != Some("function") {
@@ -217,6 +229,37 @@ fn function(value: Json, defer_loading: Option<&Json>) -> Option<Json> {
     })
 }
 
+/// What the engine passes to `apply_chat_template` by itself, so that a request which passes it too either fails or
+/// changes more than the template's variables.
+///
+/// Source: transformers 5.19, the parameters of `apply_chat_template`, and vLLM 0.32.0, `build_chat_params`.
+const RESERVED_KWARGS: [&str; 12] = [
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+];
+
+/// The `chat_template_kwargs` of a request.
+pub(super) fn template_kwargs(fields: &Fields<'_>) -> Result<Vec<(String, Json)>, Miss> {
+    let Some(given) = fields.chat_template_kwargs else { return Ok(Vec::new()) };
+    match body::value(given)? {
+        Json::Map(entries) if entries.iter().any(|(key, _)| RESERVED_KWARGS.contains(&key.as_str())) => {
+            Err(Unsupported::TemplateKwargs.into())
+        }
+        Json::Map(entries) => Ok(entries),
+        _ => Err(Unsupported::Shape.into()),
+    }
+}
+
 /// An object of the entries that are there.
 fn written<const N: usize>(entries: [(&str, Option<Json>); N]) -> Json {
     Json::Map(entries.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect())
@@ -226,7 +269,7 @@ fn is_text(value: &Json) -> bool {
     matches!(value, Json::Text(_))
 }
 
-fn into_text(value: Json) -> Option<String> {
+pub(super) fn into_text(value: Json) -> Option<String> {
     match value {
         Json::Text(text) => Some(text),
         _ => None,
@@ -234,9 +277,9 @@ fn into_text(value: Json) -> Option<String> {
 }
 
 /// An object whose entries are taken out one by one.
-struct Object(Vec<(String, Json)>);
+pub(super) struct Object(Vec<(String, Json)>);
 
-fn object(value: Json) -> Result<Object, Miss> {
+pub(super) fn object(value: Json) -> Result<Object, Miss> {
     match value {
         Json::Map(entries) => Ok(Object(entries)),
         _ => Err(Unsupported::Shape.into()),
@@ -244,12 +287,17 @@ fn object(value: Json) -> Result<Object, Miss> {
 }
 
 impl Object {
-    fn take(&mut self, key: &str) -> Option<Json> {
+    pub(super) fn take(&mut self, key: &str) -> Option<Json> {
         let place = self.0.iter().position(|(name, _)| name == key)?;
         Some(self.0.remove(place).1)
     }
 
-    fn has(&self, key: &str) -> bool {
+    /// What the object calls its own `type`.
+    pub(super) fn kind(&mut self) -> Result<String, Miss> {
+        self.take("type").and_then(into_text).ok_or_else(|| Unsupported::Shape.into())
+    }
+
+    pub(super) fn has(&self, key: &str) -> bool {
         self.0.iter().any(|(name, value)| name == key && !value.is_null())
     }
 

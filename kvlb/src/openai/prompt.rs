@@ -76,9 +76,23 @@ pub enum Side {
     Right,
 }
 
+/// The API that a chat came by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Api {
+    /// `/v1/chat/completions`.
+    #[default]
+    Chat,
+    /// `/v1/messages`.
+    Messages,
+    /// `/v1/responses`. Each of its items is a message here, also where the engine makes one of several.
+    Responses,
+}
+
 /// A chat, as far as templates can see it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chat {
+    /// Where it came by, since what the engine makes of it depends on that.
+    pub api: Api,
     /// The messages, in order.
     pub messages: Vec<Message>,
     /// The tools as the engine shows them to a template: parsed and written again in its own order of keys.
@@ -95,6 +109,9 @@ pub struct Chat {
     pub continue_final_message: bool,
     /// `reasoning_effort`.
     pub reasoning_effort: Option<String>,
+    /// Whether thinking is switched off in the way of the Messages API: as the effort `none`, and as `low` where the
+    /// model makes nothing of `none`.
+    pub thinking_off: bool,
 }
 
 /// One message of a chat.

@@ -23,6 +23,10 @@ pub enum Miss {
     SpecialText,
     /// A message has parts that become tokens one by one, so no one text becomes all the prompt's tokens.
     Parts,
+    /// A system message stands within the conversation, and whether the engine moves it to the front is not known.
+    InlineSystem,
+    /// The client wants no thinking, and what the engine does about that is not known.
+    Thinking,
     /// The engine renders this model's chats with code of its own.
     Renderer,
     /// The engine builds this tokenizer from its class, and that class is not known here.
@@ -56,6 +60,8 @@ impl Miss {
             Self::Harmony => "harmony",
             Self::SpecialText => "special_text",
             Self::Parts => "parts",
+            Self::InlineSystem => "inline_system",
+            Self::Thinking => "thinking",
             Self::Renderer => "renderer",
             Self::TokenizerClass => "tokenizer_class",
             Self::Truncate => "truncate",

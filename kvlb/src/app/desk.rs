@@ -223,7 +223,7 @@ impl Backplane for Desk {
     }
 
     fn is_heavy(&self, request: &Request) -> bool {
-        matches!(request.body(), Body::Whole(body) if body.len() > HEAVY_BODY)
+        matches!(request.body(), Body::Whole(body) if body.len() > HEAVY_BODY || self.state.tokenizers.any_heavy())
     }
 
     fn begin(&self, request: &Request) -> Result<Errand, Reply> {

@@ -67,6 +67,8 @@ pub(crate) enum Why {
     NewLife,
     /// So many batches were lost that blocks it no longer holds may be left.
     Gap,
+    /// Its blocks get other names, for which everything is told again.
+    Renamed,
 }
 
 /// What befell a stream.
@@ -235,6 +237,17 @@ impl Stream {
             Phase::Live if before == Process::Assumed && other_process => self.new_life(out),
             _ => {}
         }
+    }
+
+    /// The engine's whole story is wanted again, where it can be had: its blocks get other names. This is asked for at once,
+    /// since it happens once in an engine's life.
+    pub(crate) fn relearn(&mut self, now: Instant, out: &mut Vec<Action>) {
+        if !self.can_replay(now) || matches!(self.phase, Phase::Identifying { .. }) {
+            return;
+        }
+        self.cursor.reset();
+        out.push(Action::Clear(Why::Renamed));
+        self.ask(out);
     }
 
     /// A message arrived on the live socket.

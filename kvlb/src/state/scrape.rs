@@ -48,6 +48,8 @@ fn forget(metrics: &Metrics) {
         family.reset();
     }
     metrics.contract.reset();
+    metrics.keying.reset();
+    metrics.orphans.reset();
     metrics.degraded.reset();
     metrics.event_age_seconds.reset();
     metrics.event_lag_seconds.reset();
@@ -94,6 +96,10 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
         metrics.event_lag_seconds.with_label_values(&labels).set(kv.lag().as_secs_f64());
     }
     show_contract(metrics, labels, &status.contract);
+    for (keying, holds) in [("parity", !status.rehashed), ("rehash", status.rehashed)] {
+        metrics.keying.with_label_values(&[labels[0], labels[1], keying]).set(holds.into());
+    }
+    metrics.orphans.with_label_values(&labels).inc_by(kv.counters.orphans.load(Ordering::Relaxed));
     let of_socket = [labels[0], place];
     metrics.subscriber_connected.with_label_values(&of_socket).set(status.connected.into());
     let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -115,6 +121,7 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
         ("undecodable", &counters.undecodable),
         ("unknown", &counters.unknown),
         ("ranks_refused", &counters.ranks_refused),
+        ("distrusted", &counters.distrusted),
     ] {
         metrics.event_stream.with_label_values(&[labels[0], labels[1], what]).inc_by(read(counter));
     }

@@ -31,15 +31,22 @@ impl Live for Fixed {
 
     fn inventory(&self, _: RuleId, position: usize) -> Option<Inventory> {
         let names = vec![BlockHash(u64::MAX), BlockHash(2)];
-        (position == 0).then_some(Inventory { names, keying: "parity" })
+        (position == 0)
+            .then_some(Inventory { blocks: names.into_iter().map(|name| (name, None)).collect(), keying: "parity" })
     }
 
     fn explain(&self, _: RuleId, request: &Request<'_>) -> Option<Explanation> {
         Some(Explanation {
             tier: format!("{} {:?} {}", request.path, request.model, request.body.len()),
             endpoint: Some(1),
-            prompts: vec![PromptView { tokens: 33, blocks: 2 }],
-            candidates: vec![CandidateView { ep_idx: 1, depth: 2, count: 2, load: 0, eligible: true }],
+            prompts: vec![PromptView { tokens: 33, blocks: 2, ..PromptView::default() }],
+            candidates: vec![CandidateView {
+                ep_idx: 1,
+                depth: 2,
+                count: 2,
+                eligible: true,
+                ..CandidateView::default()
+            }],
             ..Explanation::default()
         })
     }
@@ -145,7 +152,8 @@ async fn the_documents_rule_is_created_shown_and_deleted() {
         (&json!("active"), &json!("7:9"), &json!(0))
     );
     let kv = json!({"contract": "mismatch", "leg": "block_size", "detail": null, "keying": "parity", "blocks": 3,
-        "connected": false, "replay": "", "sequence": null, "lastEventAgeMs": null, "gaps": 0, "restarts": 0});
+        "connected": false, "replay": "", "sequence": null, "lastEventAgeMs": null, "ranks": 0, "orphans": 0, "gaps": 0,
+        "restarts": 0});
     assert_eq!(endpoint["kvStatus"], kv);
     assert_eq!(rule["endpoints"][1].get("kvStatus"), None);
 
@@ -349,7 +357,10 @@ async fn the_kv_paths_answer_in_the_documents_shape() {
     let (status, explained) = server.post("/config/ai/kv/explain?service_id=1", &chat).await;
     let tier = format!("/v1/chat/completions None {}", chat.to_string().len());
     assert_eq!((status, &explained["tier"], &explained["endpoint"]), (200, &json!(tier), &json!(1)));
-    assert_eq!(explained["candidates"], json!([{"ep_idx": 1, "depth": 2, "count": 2, "load": 0, "eligible": true}]));
+    assert_eq!(
+        explained["candidates"],
+        json!([{"ep_idx": 1, "depth": 2, "count": 2, "load": 0, "eligible": true, "keying": null, "rank": null}])
+    );
     assert_eq!(code(&server.post("/config/ai/kv/explain?service_id=2", &chat).await), (404, "rule_not_found"));
 }
 

@@ -274,6 +274,8 @@ fn body(
         let mut row = kept(before, place);
         row.insert("endpointIP".to_owned(), place.host.as_str().into());
         row.insert("targetPort".to_owned(), place.port.into());
+        // One that has never answered is listened to at the leader's port. On the leader's host that is the leader's own
+        // publisher, until the engine answers: that is sooner than its probe lets requests come.
         let source = known.get(place).and_then(EngineFacts::first_source);
         if let (Some(plan), Some(source)) = (plan, source) {
             // Engines of one host cannot share a port.

@@ -110,22 +110,24 @@ impl Template {
         if self.marks_generation {
             return Some(true);
         }
-        match self.fill(smallest_chat(), false) {
+        match self.outcome(smallest_chat(), false) {
             Ok(_text) => Some(false),
-            Err(Miss::Rejected | Miss::Clock) => Some(true),
-            Err(_unknown) => None,
+            Err(error) if is_of_undefined(&error) => Some(true),
+            Err(error) => matches!(why(&error), Miss::Rejected | Miss::Clock).then_some(true),
         }
     }
 
     fn fill(&self, variables: Dict, small: bool) -> Result<String, Miss> {
-        let environment = self.hasty.as_ref().filter(|_| small).unwrap_or(&self.environment);
-        let template = environment.get_template(NAME).map_err(|error| why(&error))?;
-        let (text, unknown) = value::watching_prints(|| template.render(Value::from(variables)));
-        match text {
+        let (outcome, unknown) = value::watching_prints(|| self.outcome(variables, small));
+        match outcome {
             Ok(_) if unknown => Err(Miss::Template),
-            Ok(text) => Ok(text),
-            Err(error) => Err(why(&error)),
+            outcome => outcome.map_err(|error| why(&error)),
         }
+    }
+
+    fn outcome(&self, variables: Dict, small: bool) -> Result<String, Error> {
+        let environment = self.hasty.as_ref().filter(|_| small).unwrap_or(&self.environment);
+        environment.get_template(NAME)?.render(Value::from(variables))
     }
 }
 
@@ -254,6 +256,17 @@ fn tools(tools: Option<&[Json]>) -> Option<Value> {
     match tools {
         None => Some(Value::from(())),
         Some(tools) => tools.iter().map(value::value).collect::<Option<_>>().map(value::list),
+    }
+}
+
+/// Whether a rendering failed because something undefined was used as if it were there (`bos_token + content`), which
+/// Jinja2 refuses as well.
+fn is_of_undefined(error: &Error) -> bool {
+    let detail = error.detail().unwrap_or_default();
+    match error.kind() {
+        ErrorKind::UndefinedError => true,
+        ErrorKind::InvalidOperation => detail.contains("operator on unsupported types") && detail.contains("undefined"),
+        _ => false,
     }
 }
 

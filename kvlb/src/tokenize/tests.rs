@@ -381,9 +381,11 @@ fn system_messages_within_a_conversation_go_to_the_front_where_the_template_want
         "{{% for m in messages %}}{{% if m.role == 'system' and not loop.first %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% endfor %}}{all}"
     );
     assert_eq!(inline(&first).unwrap(), "s:ac u:b ");
-    // The engine asks without a clock, and takes that for a no.
-    let clock = format!("{{% set day = strftime_now('%d') if false else '' %}}{all}");
-    assert_eq!(inline(&clock).unwrap(), "s:a u:b s:c ");
+    // The engine asks without special tokens, and takes what goes wrong then for a no.
+    let special = "{% for m in messages %}{{ eos_token + m.content }}{% endfor %}";
+    assert_eq!(inline(special).unwrap(), "<|im_end|>ac<|im_end|>b");
+    let clock = format!("{{% if messages | length == 4 %}}{{% set day = strftime_now('%d') %}}{{% endif %}}{all}");
+    assert_eq!(inline(&clock).unwrap(), "s:ac u:b ");
     let unknown = format!("{all}{{% if messages | length == 4 %}}{{{{ messages | no_such_filter }}}}{{% endif %}}");
     assert_eq!(inline(&unknown), Err(Miss::InlineSystem));
 }

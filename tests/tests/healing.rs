@@ -313,13 +313,27 @@ async fn a_block_whose_parent_is_unknown_is_counted_and_never_believed() {
 async fn an_engine_that_comes_back_with_a_good_contract_is_named_in_parity_again() {
     let mut fleet = fleet(vec![foreign("a")], json!({})).await;
     fleet.warm(0, &prompt(1, 4)).await.unwrap();
+    fleet.status_when(0, "healing", |status| rehash(status) && status["blocks"] == 4).await.unwrap();
+    is_replaced_by_a_good_one(&mut fleet).await;
+}
+
+#[tokio::test]
+async fn an_engine_that_goes_before_it_told_its_story_again_is_in_another_life_after_it() {
+    let mut fleet = fleet(vec![foreign("a")], json!({})).await;
+    fleet.status_when(0, "the first replay", |status| status["replay"] == "applied").await.unwrap();
+    fleet.engines[0].faults().set(|plan| plan.stall_replay = true);
+    fleet.warm(0, &prompt(1, 4)).await.unwrap();
     fleet.status_when(0, "healing", rehash).await.unwrap();
+    is_replaced_by_a_good_one(&mut fleet).await;
+}
+
+async fn is_replaced_by_a_good_one(fleet: &mut Fleet) {
     fleet.replace(0, seeded("a", Algorithm::Sha256Cbor, Some("0"))).await.unwrap();
     fleet.connected(0, true).await.unwrap();
     fleet.warm(0, &prompt(2, 4)).await.unwrap();
     let status = fleet.status_when(0, "parity", |status| status["contract"] == "verified").await.unwrap();
     assert_eq!((&status["keying"], &status["leg"]), (&json!("parity"), &Value::Null), "{status}");
-    known(&fleet, 0, &completion(&prompt(2, 4), 1), 4).await;
+    known(fleet, 0, &completion(&prompt(2, 4), 1), 4).await;
     assert_eq!(fleet.depth(0, &completion(&prompt(1, 4), 1)).await.unwrap(), 0, "a block of the life before");
     fleet.agree().await.unwrap();
 }

@@ -233,8 +233,8 @@ fn a_prompt_with_a_salt_or_an_adapter_is_named_in_both_eras() {
                 blocks(&case).iter().map(|block| block["u64"].as_str().unwrap().parse().unwrap()).collect();
             assert_eq!(names.iter().map(|name| name.0).collect::<Vec<_>>(), expected, "{}", about(&version, &case));
             let wrong_era = if era == KeyEra::Tagged { KeyEra::Untagged } else { KeyEra::Tagged };
-            let others = Hasher::new(algo, &seed(&case), size).block_hashes(&ids, &extra, wrong_era).unwrap();
-            assert_eq!(others == names, matches!(name, "none" | "salt-empty-string"), "{}", about(&version, &case));
+            let others = Hasher::new(algo, &seed(&case), size).block_hashes(&ids, &extra, wrong_era);
+            assert_eq!(others == Ok(names), matches!(name, "none" | "salt-empty-string"), "{}", about(&version, &case));
             prompts += 1;
         }
     }

@@ -102,8 +102,9 @@ async fn small_requests_flow_while_prompts_of_a_hundred_thousand_tokens_arrive()
         done.unwrap();
     }
     let (all, after) = stalls(&fleet.metrics().await.unwrap(), ALLOWED);
-    eprintln!("{served} small requests, slowest {slowest:?}; {all} turns of the loops, {} too long", after - before);
-    assert!(all > 1000.0, "{STALLS} is not observed: {all}");
+    eprintln!("{served} small requests, slowest {slowest:?}; {all} observations, {} too long", after - before);
+    // The longest turn of every twentieth of a second and thread is observed.
+    assert!(all > 50.0, "{STALLS} is not observed: {all}");
     assert!(after - before < 0.5, "{} stalls of more than {ALLOWED} s", after - before);
     assert!(served > 200, "only {served} small requests were served");
 }

@@ -433,14 +433,10 @@ impl Errand {
         let most = usage.prompt_tokens.saturating_sub(1) / block * block;
         let predicted = (u64::from(depth) * block).min(most);
         let entry = ledger::Entry { prompt: usage.prompt_tokens, predicted, reported };
-        let (service, ep_idx) = (self.service.rule().id.to_string(), position.to_string());
-        let labels = [service.as_str(), ep_idx.as_str()];
-        self.state.metrics.predicted_tokens.with_label_values(&labels).inc_by(predicted);
-        self.state.metrics.reported_tokens.with_label_values(&labels).inc_by(reported);
         if kv.ledger.enter(entry) {
             let place = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
             tracing::warn!(
-                endpoint = format!("{service}/{place}"),
+                endpoint = format!("{}/{place}", self.service.rule().id),
                 "the engine reports less than half of the cached tokens that its events promise: its inventory is cleared and \
                  asked for again"
             );

@@ -131,9 +131,9 @@ fn of_endpoint(rule: &Rule, endpoint: &Endpoint, replay_offset: Option<u16>) -> 
         let port = event_port.checked_add(rank)?;
         let replay = match (replay_port, source(rank), replay_offset) {
             (Some(port), _, _) => port.checked_add(rank).map_or(ReplayPort::Off, ReplayPort::Port),
-            (None, Some(source), Some(_)) => source.replay_port().map_or(ReplayPort::Off, ReplayPort::Port),
-            (None, None, Some(offset)) => ReplayPort::Offset(offset),
-            (None, _, None) => ReplayPort::Off,
+            (None, _, None | Some(0)) => ReplayPort::Off,
+            (None, Some(source), Some(_)) => source.replay_port().map_or(ReplayPort::Absent, ReplayPort::Port),
+            (None, None, Some(offset)) => port.checked_add(offset).map_or(ReplayPort::Off, ReplayPort::Port),
         };
         let place = endpoint.spec.key.clone();
         let listening = Listening { place, feed: usize::from(rank), port, replay, kv: Arc::clone(kv) };

@@ -62,14 +62,16 @@ pub enum ReplayPort {
     Offset(u16),
     /// At this port.
     Port(u16),
-    /// Nowhere, or not wanted.
+    /// The engine says that it has none.
+    Absent,
+    /// Not wanted.
     Off,
 }
 
 impl ReplayPort {
     fn resolve(self, event_port: u16) -> Option<u16> {
         match self {
-            Self::Offset(0) | Self::Off => None,
+            Self::Offset(0) | Self::Absent | Self::Off => None,
             Self::Offset(offset) => event_port.checked_add(offset),
             Self::Port(port) => Some(port),
         }
@@ -394,6 +396,7 @@ impl Follower {
             counter.fetch_add(now.saturating_sub(before), Ordering::Relaxed);
         }
         self.feed.set_replay(match self.replay_port {
+            None if self.subscription.replay == ReplayPort::Absent => ReplayState::Unavailable,
             None => ReplayState::Off,
             Some(_) if self.stream.is_unavailable() => ReplayState::Unavailable,
             Some(_) if self.stream.is_replaying() || tally.replays == 0 => ReplayState::Pending,

@@ -29,14 +29,48 @@ const SWEEP_EVERY: u64 = 256;
 #[derive(Debug)]
 pub struct Expectations {
     shards: [Mutex<Shard>; SHARDS],
-    /// Names expected of each endpoint, over all shards. Locked after a shard, where both are.
-    names: Mutex<HashMap<EndpointId, usize>>,
+    /// Over all shards. Locked after a shard, where both are.
+    sums: Mutex<Sums>,
     next: AtomicU64,
 }
 
 impl Default for Expectations {
     fn default() -> Self {
-        Self { shards: std::array::from_fn(|_| Mutex::default()), names: Mutex::default(), next: AtomicU64::new(0) }
+        Self { shards: std::array::from_fn(|_| Mutex::default()), sums: Mutex::default(), next: AtomicU64::new(0) }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Sums {
+    /// Names expected of each endpoint.
+    names: HashMap<EndpointId, usize>,
+    /// Of the prompts that end with a name at an endpoint, how they begin and how many there are: with the announcement of
+    /// their end they are there.
+    ends: HashMap<(EndpointId, BlockHash), (BlockHash, usize)>,
+}
+
+impl Sums {
+    fn add(&mut self, entry: &Entry) {
+        *self.names.entry(entry.endpoint).or_default() += entry.names.len();
+        if let (Some(first), Some(last)) = (entry.names.first(), entry.names.last()) {
+            self.ends.entry((entry.endpoint, *last)).or_insert((*first, 0)).1 += 1;
+        }
+    }
+
+    fn remove(&mut self, entry: &Entry) {
+        if let Some(names) = self.names.get_mut(&entry.endpoint) {
+            *names = names.saturating_sub(entry.names.len());
+            if *names == 0 {
+                self.names.remove(&entry.endpoint);
+            }
+        }
+        let Some(last) = entry.names.last() else { return };
+        if let Some((_, prompts)) = self.ends.get_mut(&(entry.endpoint, *last)) {
+            *prompts -= 1;
+            if *prompts == 0 {
+                self.ends.remove(&(entry.endpoint, *last));
+            }
+        }
     }
 }
 
@@ -87,7 +121,7 @@ impl Drop for Expectation {
     fn drop(&mut self) {
         if !self.answered {
             let mut shard = self.all.shard(self.first).lock();
-            shard.remove(&self.all.names, self.first, |entry| entry.number == self.number);
+            shard.remove(&self.all.sums, self.first, |entry| entry.number == self.number);
         }
     }
 }
@@ -109,21 +143,36 @@ impl Expectations {
         let names: Arc<[BlockHash]> = names.into();
         let first = *names.first()?;
         let mut shard = self.shard(first).lock();
-        shard.sweep_sometimes(&self.names, now);
+        shard.sweep_sometimes(&self.sums, now);
         if shard.by_first.get(&first).map_or(0, Vec::len) >= ALIKE_MAX {
             return None;
         }
-        let mut counts = self.names.lock();
-        let expected = counts.entry(endpoint).or_default();
-        if *expected + names.len() > NAMES_MAX {
+        let mut sums = self.sums.lock();
+        if sums.names.get(&endpoint).copied().unwrap_or_default() + names.len() > NAMES_MAX {
             return None;
         }
-        *expected += names.len();
-        drop(counts);
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        shard.by_first.entry(first).or_default().push(Entry { number, endpoint, names, until: None });
+        let entry = Entry { number, endpoint, names, until: None };
+        sums.add(&entry);
+        drop(sums);
+        shard.by_first.entry(first).or_default().push(entry);
         drop(shard);
         Some(Expectation { all: Arc::clone(self), first, number, answered: false })
+    }
+
+    /// An endpoint has announced blocks: prompts that end with one of them are there, and no longer expected.
+    pub fn announced(&self, endpoint: EndpointId, names: impl Iterator<Item = BlockHash>) {
+        let sums = self.sums.lock();
+        if sums.ends.is_empty() {
+            return;
+        }
+        let there: Vec<_> =
+            names.filter_map(|name| sums.ends.get(&(endpoint, name)).map(|(first, _)| (*first, name))).collect();
+        drop(sums);
+        for (first, last) in there {
+            let is_it = |entry: &Entry| entry.endpoint == endpoint && entry.names.last() == Some(&last);
+            self.shard(first).lock().remove(&self.sums, first, is_it);
+        }
     }
 
     /// How many leading blocks of a prompt with these names each endpoint is going to hold, for those that are going to hold
@@ -145,30 +194,28 @@ impl Expectations {
     /// Names that are expected, over all endpoints.
     #[cfg(test)]
     fn len(&self) -> usize {
-        self.names.lock().values().sum()
+        self.sums.lock().names.values().sum()
     }
 }
 
 impl Shard {
-    fn remove(&mut self, counts: &Mutex<HashMap<EndpointId, usize>>, first: BlockHash, which: impl Fn(&Entry) -> bool) {
+    fn remove(&mut self, sums: &Mutex<Sums>, first: BlockHash, which: impl Fn(&Entry) -> bool) {
         let Some(alike) = self.by_first.get_mut(&first) else { return };
-        let mut counts = counts.lock();
+        let mut sums = sums.lock();
         alike.retain(|entry| {
             let goes = which(entry);
-            if goes && let Some(count) = counts.get_mut(&entry.endpoint) {
-                *count = count.saturating_sub(entry.names.len());
-                if *count == 0 {
-                    counts.remove(&entry.endpoint);
-                }
+            if goes {
+                sums.remove(entry);
             }
             !goes
         });
+        drop(sums);
         if alike.is_empty() {
             self.by_first.remove(&first);
         }
     }
 
-    fn sweep_sometimes(&mut self, counts: &Mutex<HashMap<EndpointId, usize>>, now: Instant) {
+    fn sweep_sometimes(&mut self, sums: &Mutex<Sums>, now: Instant) {
         self.added += 1;
         if !self.added.is_multiple_of(SWEEP_EVERY) {
             return;
@@ -176,7 +223,7 @@ impl Shard {
         let mut firsts: Vec<_> = self.by_first.keys().copied().collect();
         firsts.sort_unstable();
         for first in firsts {
-            self.remove(counts, first, |entry| !entry.holds(now));
+            self.remove(sums, first, |entry| !entry.holds(now));
         }
     }
 }
@@ -227,6 +274,20 @@ mod tests {
         let _rest: Vec<_> =
             (0..SWEEP_EVERY).map(|_| all.add(EndpointId(3), names(&[1 + SHARDS as u64]), now + LINGER)).collect();
         assert_eq!(all.depths(&names(&[1]), now), [], "swept");
+    }
+
+    #[test]
+    fn what_has_been_announced_is_not_expected_any_more() {
+        let (all, now) = (Arc::new(Expectations::default()), clock::now());
+        let kept: Vec<_> = (0..3).map(|_| all.add(EndpointId(1), names(&[1, 2, 3]), now)).collect();
+        let _longer = all.add(EndpointId(1), names(&[1, 2, 3, 4]), now);
+        let _elsewhere = all.add(EndpointId(2), names(&[1, 2, 3]), now);
+        all.announced(EndpointId(1), names(&[1, 2]).into_iter());
+        assert_eq!(all.len(), 16);
+        all.announced(EndpointId(1), names(&[3, 9]).into_iter());
+        assert_eq!(all.len(), 7, "the longer prompt is still to come, and so is the other endpoint's");
+        drop(kept);
+        assert_eq!((all.len(), all.sums.lock().ends.len()), (7, 2));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Ingest writes it, everybody reads it. Dropping it removes its slots from the index.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,12 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use super::expect::Expectations;
 use super::index::{Applied, Index, Overlap, SlotId};
 use super::ledger::Ledger;
+use super::live::EndpointId;
 use crate::contract::attest::{Attestor, Contract, EngineLabel};
-use crate::contract::events::{Attention, Batch, Event, Stored};
+use crate::contract::events::{Attention, Batch, Event, Stored, WireHash};
 use crate::contract::{BlockHash, BlockSize, EventSeq, HashAlgo, Hasher, KeyEra, KeySpace, NoneSeed, Rehash};
 use crate::fleet::Keying;
 use crate::inventory::Aliases;
@@ -220,6 +222,8 @@ pub struct EndpointKv {
     renamed: watch::Sender<u64>,
     /// What was predicted of it, and what its engine reports.
     pub ledger: Ledger,
+    /// Where requests that are under way to it leave what they bring.
+    expectations: OnceLock<(Arc<Expectations>, EndpointId)>,
     /// What befell its event streams.
     pub counters: Counters,
 }
@@ -244,7 +248,20 @@ impl EndpointKv {
             aliases: Mutex::default(),
             renamed: watch::Sender::new(0),
             ledger: Ledger::default(),
+            expectations: OnceLock::new(),
             counters: Counters::default(),
+        }
+    }
+
+    /// Tells where requests under way to this endpoint leave what they bring; the first word counts.
+    pub fn set_expectations(&self, expectations: &Arc<Expectations>, id: EndpointId) {
+        self.expectations.get_or_init(|| (Arc::clone(expectations), id));
+    }
+
+    /// What has been announced is not expected any more.
+    fn fulfil(&self, hashes: &[WireHash]) {
+        if let Some((expectations, id)) = self.expectations.get() {
+            expectations.announced(*id, hashes.iter().map(|hash| hash.name));
         }
     }
 
@@ -422,7 +439,13 @@ impl EndpointKv {
                 continue;
             }
             let applied = match **self.names.load() {
-                Names::Engine => self.index.apply(slot, event),
+                Names::Engine => {
+                    let applied = self.index.apply(slot, event);
+                    if let Event::Stored(stored) = event {
+                        self.fulfil(&stored.hashes);
+                    }
+                    applied
+                }
                 Names::Ours(size) => self.apply_renamed(slot, event, size),
             };
             count(&counters.stored, applied.stored);
@@ -461,8 +484,11 @@ impl EndpointKv {
                 if ours.hashes.is_empty() && !stored.hashes.is_empty() {
                     return Applied::default();
                 }
-                let mut dropped = Vec::new();
-                let applied = self.index.apply_noting(slot, &Event::Stored(ours), &mut dropped);
+                let (mut dropped, event) = (Vec::new(), Event::Stored(ours));
+                let applied = self.index.apply_noting(slot, &event, &mut dropped);
+                if let Event::Stored(ours) = &event {
+                    self.fulfil(&ours.hashes);
+                }
                 if !dropped.is_empty() {
                     aliases.dropped(dropped.len(), holds);
                 }

@@ -192,7 +192,14 @@ impl State {
         // Names of another contract mean nothing: a change of it starts an empty index.
         let kept = old.filter(|old| same_contract(old.rule(), rule));
         let index = kept.map_or_else(|| Arc::new(index::Index::new(self.index_config())), |old| Arc::clone(&old.index));
-        let endpoints = rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
+        let endpoints: Vec<_> =
+            rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
+        let expectations = old.map_or_else(Arc::default, |old| Arc::clone(&old.expectations));
+        for endpoint in &endpoints {
+            if let Some(kv) = &endpoint.kv {
+                kv.set_expectations(&expectations, endpoint.meters.id);
+            }
+        }
         Service {
             ready: router::Service {
                 rule: Arc::clone(rule),
@@ -202,7 +209,7 @@ impl State {
             },
             endpoints,
             index,
-            expectations: old.map_or_else(Arc::default, |old| Arc::clone(&old.expectations)),
+            expectations,
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
             choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
             retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),

@@ -1,7 +1,7 @@
 //! An adapter's blocks are its own: a request for it finds them, a request for the base model or another adapter does not, in each form
 //! in which vLLM has put the adapter into the hash.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod fleet;
 
@@ -31,7 +31,11 @@ fn of(model: &str, tokens: &[u32]) -> Value {
 /// Waits until kvlb knows the adapters: it reads them from the engines a moment after the rule is made.
 async fn known(fleet: &Fleet, number: usize, body: &Value) {
     let deep = async || fleet.depth(number, body).await.is_ok_and(|depth| depth == 6);
-    eventually(SOON, &format!("6 blocks of {} are known at {number}", body["model"]), deep).await.unwrap();
+    let found = eventually(SOON, &format!("6 blocks of {} are known at {number}", body["model"]), deep).await;
+    if let Err(late) = found {
+        let explained = fleet.explain(body).await.unwrap();
+        panic!("{late}: {explained}; {}", fleet.status(number).await.unwrap());
+    }
 }
 
 async fn finds_its_own_blocks_only(version: Version) {

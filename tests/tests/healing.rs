@@ -52,9 +52,25 @@ async fn known(fleet: &Fleet, number: usize, body: &Value, depth: u64) {
 const GROUPS: u32 = 32;
 const REQUESTS: usize = 2000;
 
+/// What became of a workload's requests.
+#[derive(Clone, Copy, Debug)]
+struct Rate {
+    /// The share of prompt tokens that the engines took from their caches, by their own word.
+    cached: f64,
+    /// The share of requests that went to announced blocks.
+    hits: f64,
+}
+
+impl Rate {
+    /// Within a point of another.
+    fn reaches(self, healthy: Self) -> bool {
+        self.cached >= healthy.cached - 0.01 && self.hits >= healthy.hits - 0.01
+    }
+}
+
 /// Three engines that together hold all groups' beginnings and some answers, and none of which holds two thirds of them: at random a
-/// request finds little, well placed nearly all.
-async fn rate(engine: EngineConfig, rule: Value) -> f64 {
+/// request finds little, well placed nearly all. Expectations alone place it well too, since it is fast; hence the count of hits.
+async fn rate(engine: EngineConfig, rule: Value) -> Rate {
     let unit = if engine.block_size == BLOCK { 1 } else { engine.block_size / BLOCK };
     let engines = ["a", "b", "c"].map(|name| EngineConfig {
         name: name.to_owned(),
@@ -76,17 +92,18 @@ async fn rate(engine: EngineConfig, rule: Value) -> f64 {
         asked += u64::try_from(tokens.len()).unwrap();
     }
     assert_eq!(fleet.sum("kvlb_panics_total").await.unwrap(), 0);
+    let hits = fleet.metrics().await.unwrap().sum("loxilb_pd_kv_tier15_hits_total");
     #[expect(clippy::cast_precision_loss, reason = "a million tokens")]
-    let rate = cached as f64 / asked as f64;
+    let rate = Rate { cached: cached as f64 / asked as f64, hits: hits / REQUESTS as f64 };
     rate
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whatever_leg_is_broken_the_hit_rate_is_a_healthy_engine_s_within_a_point() {
     let healthy = rate(seeded("", Algorithm::Sha256Cbor, Some("0")), json!({})).await;
-    assert!(healthy > 0.8, "a healthy fleet hits only {healthy}");
+    assert!(healthy.cached > 0.8 && healthy.hits > 0.95, "a healthy fleet hits only {healthy:?}");
     let lost = rate(foreign(""), json!({"kvKeying": "parity"})).await;
-    assert!(lost < healthy - 0.2, "the workload does not need good choices: {lost} against {healthy}");
+    assert!(lost.hits < 0.01, "a broken contract is no obstacle: {lost:?} against {healthy:?}");
     let cases = [
         ("a random seed", seeded("", Algorithm::XxhashCbor, None), json!({"kvHashAlgo": "xxhash_cbor"})),
         ("a wrong seed", foreign(""), json!({})),
@@ -95,8 +112,8 @@ async fn whatever_leg_is_broken_the_hit_rate_is_a_healthy_engine_s_within_a_poin
     ];
     for (what, engine, rule) in cases {
         let healed = rate(engine, rule).await;
-        eprintln!("{what}: {healed:.4}, healthy {healthy:.4}");
-        assert!(healed >= healthy - 0.01, "{what}: {healed} against {healthy}");
+        eprintln!("{what}: {healed:?}, healthy {healthy:?}");
+        assert!(healed.reaches(healthy), "{what}: {healed:?} against {healthy:?}");
     }
 }
 
@@ -105,8 +122,9 @@ async fn with_a_wrong_block_size_the_hit_rate_is_a_healthy_engine_s_within_a_poi
     let engine = EngineConfig { block_size: 32, ..seeded("", Algorithm::Sha256Cbor, Some("0")) };
     let healthy = rate(engine.clone(), json!({"kvBlockSize": 32})).await;
     let healed = rate(engine, json!({})).await;
-    eprintln!("a wrong block size: {healed:.4}, healthy {healthy:.4}");
-    assert!(healthy > 0.8 && healed >= healthy - 0.01, "{healed} against {healthy}");
+    eprintln!("a wrong block size: {healed:?}, healthy {healthy:?}");
+    assert!(healthy.cached > 0.8 && healthy.hits > 0.95, "a healthy fleet hits only {healthy:?}");
+    assert!(healed.reaches(healthy), "{healed:?} against {healthy:?}");
 }
 
 // --- how fast, and what is said ---
@@ -206,10 +224,11 @@ async fn an_endpoint_that_may_not_be_healed_stays_broken_and_says_so() {
         assert_eq!((&status["contract"], &status["keying"]), (&json!("mismatch"), &json!("parity")), "{status}");
     }
     for _ in 0..4 {
-        let answer = fleet.ask(&body).await.unwrap();
-        assert_ne!(answer.head.header("x-kvlb-tier"), Some("1.5"));
+        fleet.ask(&body).await.unwrap();
     }
+    // What was just sent is expected where it was sent; nothing is known.
     assert_eq!(fleet.sum("loxilb_pd_kv_tier15_hits_total").await.unwrap(), 0);
+    assert_eq!(fleet.count("loxilb_pd_kv_tier15_miss_reason_total{reason=\"no_worker\"}").await.unwrap(), 4);
     assert_eq!(fleet.cli(&["get", "kvstatus"], "").unwrap().0, Some(6));
 }
 
@@ -294,13 +313,27 @@ async fn a_block_whose_parent_is_unknown_is_counted_and_never_believed() {
 async fn an_engine_that_comes_back_with_a_good_contract_is_named_in_parity_again() {
     let mut fleet = fleet(vec![foreign("a")], json!({})).await;
     fleet.warm(0, &prompt(1, 4)).await.unwrap();
+    fleet.status_when(0, "healing", |status| rehash(status) && status["blocks"] == 4).await.unwrap();
+    is_replaced_by_a_good_one(&mut fleet).await;
+}
+
+#[tokio::test]
+async fn an_engine_that_goes_before_it_told_its_story_again_is_in_another_life_after_it() {
+    let mut fleet = fleet(vec![foreign("a")], json!({})).await;
+    fleet.status_when(0, "the first replay", |status| status["replay"] == "applied").await.unwrap();
+    fleet.engines[0].faults().set(|plan| plan.stall_replay = true);
+    fleet.warm(0, &prompt(1, 4)).await.unwrap();
     fleet.status_when(0, "healing", rehash).await.unwrap();
+    is_replaced_by_a_good_one(&mut fleet).await;
+}
+
+async fn is_replaced_by_a_good_one(fleet: &mut Fleet) {
     fleet.replace(0, seeded("a", Algorithm::Sha256Cbor, Some("0"))).await.unwrap();
     fleet.connected(0, true).await.unwrap();
     fleet.warm(0, &prompt(2, 4)).await.unwrap();
     let status = fleet.status_when(0, "parity", |status| status["contract"] == "verified").await.unwrap();
     assert_eq!((&status["keying"], &status["leg"]), (&json!("parity"), &Value::Null), "{status}");
-    known(&fleet, 0, &completion(&prompt(2, 4), 1), 4).await;
+    known(fleet, 0, &completion(&prompt(2, 4), 1), 4).await;
     assert_eq!(fleet.depth(0, &completion(&prompt(1, 4), 1)).await.unwrap(), 0, "a block of the life before");
     fleet.agree().await.unwrap();
 }

@@ -37,7 +37,7 @@ fn render(case: &Value) -> Result<Option<String>> {
     let chat = Chat {
         messages: vec![Message {
             role: "user".into(),
-            content: vec![Part { text: "hi".into(), extra: Vec::new() }],
+            content: vec![Part { text: "hi".into(), ..Part::default() }],
             ..Message::default()
         }],
         template: Some(case["template"].as_str().context("read a template")?.to_owned()),

@@ -223,7 +223,7 @@ impl Backplane for Desk {
     }
 
     fn is_heavy(&self, request: &Request) -> bool {
-        matches!(request.body(), Body::Whole(body) if body.len() > HEAVY_BODY)
+        matches!(request.body(), Body::Whole(body) if body.len() > HEAVY_BODY || self.state.tokenizers.any_heavy())
     }
 
     fn begin(&self, request: &Request) -> Result<Errand, Reply> {
@@ -438,9 +438,9 @@ impl Errand {
         self.state.metrics.predicted_tokens.with_label_values(&labels).inc_by(predicted);
         self.state.metrics.reported_tokens.with_label_values(&labels).inc_by(reported);
         if kv.ledger.enter(entry) {
+            let place = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
             tracing::warn!(
-                service,
-                position,
+                endpoint = format!("{service}/{place}"),
                 "the engine reports less than half of the cached tokens that its events promise: its inventory is cleared and \
                  asked for again"
             );

@@ -11,7 +11,9 @@ use parking_lot::Mutex;
 use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
-use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
+use crate::control::live::{
+    CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView,
+};
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
@@ -102,6 +104,19 @@ impl Live for LiveState {
         let service = self.service(rule)?;
         let kv = service.endpoints.get(position)?.kv.as_ref()?;
         Some(Inventory { blocks: kv.inventory(), keying: keying(kv) })
+    }
+
+    fn savings(&self, rule: RuleId, position: usize) -> Option<SavingsView> {
+        let service = self.service(rule)?;
+        let kv = service.endpoints.get(position)?.kv.as_ref()?;
+        let totals = kv.ledger.totals();
+        Some(SavingsView {
+            requests: totals.requests,
+            prompt_tokens: totals.tokens.prompt,
+            predicted_tokens: totals.tokens.predicted,
+            reported_tokens: totals.tokens.reported,
+            distrusted: kv.counters.distrusted.load(Ordering::Relaxed),
+        })
     }
 
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {

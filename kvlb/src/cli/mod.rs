@@ -255,6 +255,12 @@ enum Get {
         #[arg(long)]
         service_id: Option<u32>,
     },
+    /// Prompt tokens that engines did not compute again, beside what kvlb predicted
+    Savings {
+        /// Only of this rule
+        #[arg(long)]
+        service_id: Option<u32>,
+    },
     /// All metrics, as Prometheus text
     Metrics,
     /// How kvlb runs, and what does not work as it should
@@ -336,18 +342,33 @@ enum Light {
 
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
-  kvlb explain --service-id=1 request.json
-  echo '{\"model\":\"m\",\"prompt\":\"…\"}' | kvlb explain --service-id=1 -")]
+  kvlb explain 1 < request.json
+  kvlb explain chat request.json
+  kvlb explain --service-id=1 request.json")]
 struct Explain {
-    /// The rule's number, as get lb shows it
+    /// The rule's number, instead of RULE
     #[arg(long)]
-    service_id: u32,
+    service_id: Option<u32>,
     /// The request's path, where its body does not tell
     #[arg(long)]
     path: Option<String>,
-    /// The request's body; - for standard input
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    /// The rule's number or name, and the file with the request's body; without a file, or with -, standard input
+    #[arg(value_name = "RULE] [FILE", num_args = 0..=2)]
+    rule_and_file: Vec<String>,
+}
+
+impl Explain {
+    /// The rule, unless the flag says it, and the file.
+    fn operands(&self) -> Result<(Option<&str>, PathBuf), CliError> {
+        let mut operands = self.rule_and_file.iter().map(String::as_str);
+        let rule = if self.service_id.is_some() { None } else { operands.next() };
+        let file = PathBuf::from(operands.next().unwrap_or("-"));
+        match (self.service_id, rule, operands.next()) {
+            (None, None, _) => Err(CliError::Argument("say which rule: kvlb explain RULE < request.json".to_owned())),
+            (Some(_), _, Some(_)) => Err(CliError::Argument("--service-id and RULE both name a rule".to_owned())),
+            _ => Ok((rule, file)),
+        }
+    }
 }
 
 #[derive(Args, Clone, Debug)]
@@ -480,6 +501,10 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
             let query = service_id.map(|id| ("service_id", id.to_string()));
             (vec!["config", "ai", "kv", "status"], query.into_iter().collect())
         }
+        Get::Savings { service_id } => {
+            let query = service_id.map(|id| ("service_id", id.to_string()));
+            (vec!["config", "ai", "kv", "savings"], query.into_iter().collect())
+        }
         Get::Metrics => return api.text(&["metrics"]).await.map(Answer::from),
         Get::Status => (vec!["status"], vec![]),
         Get::Version => return versions(api, output).await,
@@ -490,6 +515,7 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
         Get::Ep => table::endpoints(answer, screen),
         Get::KvInventory { .. } => table::inventory(answer, screen),
         Get::KvStatus { .. } => table::kv_status(answer, screen),
+        Get::Savings { .. } => table::savings(answer, screen),
         Get::Status | Get::Metrics | Get::Version => table::status(answer, screen),
     });
     let broken = matches!(get, Get::KvStatus { .. }) && table::any_mismatch(&answer);
@@ -565,8 +591,14 @@ fn host_and_port(text: &str) -> Option<(&str, Option<u16>)> {
 }
 
 async fn explained(api: &Api, explain: &Explain, output: Option<Output>) -> Result<Answer, CliError> {
-    let bytes = save::read_input(&explain.file)?;
-    let mut query = vec![("service_id", explain.service_id.to_string())];
+    let (rule, file) = explain.operands()?;
+    let id = match rule {
+        None => explain.service_id.unwrap_or_default().to_string(),
+        Some(which) if which.parse::<u32>().is_ok() => which.to_owned(),
+        Some(name) => find_rule(api, name).await?["id"].to_string(),
+    };
+    let bytes = save::read_input(&file)?;
+    let mut query = vec![("service_id", id)];
     query.extend(explain.path.clone().map(|path| ("path", path)));
     let answer = api.post_bytes(&["config", "ai", "kv", "explain"], &query, bytes).await?;
     Ok(shown(&answer, output, table::explanation).into())

@@ -21,13 +21,18 @@ pub struct Lora {
     pub name: String,
     /// Where the engine has it (`root` in `/v1/models`); from 0.31 part of the name.
     pub path: Option<String>,
+    /// Its number in an engine that hashes that instead of its name: vLLM before 0.11.1.
+    pub number: Option<i64>,
 }
 
 impl Extra {
     /// The extra keys of every block but the first.
     pub(super) fn every_block(&self) -> Vec<ExtraKey> {
-        let lora = self.lora.as_ref();
-        lora.map(|lora| ExtraKey::Lora { name: lora.name.clone(), path: lora.path.clone() }).into_iter().collect()
+        let key = |lora: &Lora| match lora.number {
+            Some(number) => ExtraKey::LoraId(number),
+            None => ExtraKey::Lora { name: lora.name.clone(), path: lora.path.clone() },
+        };
+        self.lora.as_ref().map(key).into_iter().collect()
     }
 
     /// The extra keys of a prompt's first block.

@@ -225,7 +225,7 @@ mod tests {
     }
 
     fn extra() -> Extra {
-        let lora = Lora { name: "sql".into(), path: Some("/srv/sql".into()) };
+        let lora = Lora { name: "sql".into(), path: Some("/srv/sql".into()), number: None };
         Extra { cache_salt: Some("tenant".into()), lora: Some(lora) }
     }
 
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn an_adapter_without_its_path_has_no_name_where_engines_hash_the_path() {
-        let pathless = Extra { cache_salt: None, lora: Some(Lora { name: "sql".into(), path: None }) };
+        let pathless = Extra { cache_salt: None, lora: Some(Lora { name: "sql".into(), path: None, number: None }) };
         let hasher = Hasher::new(HashAlgo::Sha256, &NoneSeed::Unset, BlockSize::new(16).unwrap());
         assert!(hasher.key_space(KeyEra::Tagged).begin(&pathless).is_err());
         assert!(hasher.key_space(KeyEra::Untagged).begin(&pathless).is_ok());

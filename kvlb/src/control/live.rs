@@ -18,6 +18,11 @@ pub trait Live: Send + Sync {
     /// What would become of a request; `None` where the rule is not in force.
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation>;
 
+    /// What an endpoint's cache spared so far; `None` where it is not subscribed.
+    fn savings(&self, _rule: RuleId, _position: usize) -> Option<SavingsView> {
+        None
+    }
+
     /// What an operator should know of a rule that traffic has shown, in words.
     fn notes(&self, rule: RuleId) -> Vec<String>;
 
@@ -88,6 +93,22 @@ pub struct KvView {
     /// What its engine says of itself and the rule contradicts; absent where nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+}
+
+/// What one endpoint's cache spared, in tokens of the requests whose engine reports it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SavingsView {
+    /// Requests that were reported on.
+    pub requests: u64,
+    /// Their prompts' tokens.
+    pub prompt_tokens: u64,
+    /// Tokens that the mirror of the cache promised.
+    pub predicted_tokens: u64,
+    /// Tokens that the engine took from its cache: so many were not computed again.
+    pub reported_tokens: u64,
+    /// Times that the mirror was dropped because the engine reported less than half of what it promised.
+    pub distrusted: u64,
 }
 
 /// The blocks that an endpoint holds.

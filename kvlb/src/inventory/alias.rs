@@ -225,7 +225,7 @@ mod tests {
         let keys = vec![vec![lora(), ExtraKey::CacheSalt("s".into())], vec![lora()]];
         let mut announced = stored(&[1, 2], None, ids(0..8));
         announced.extra_keys = Some(keys);
-        let lora = Some(Lora { name: "a".into(), path: Some("/srv/a".into()) });
+        let lora = Some(Lora { name: "a".into(), path: Some("/srv/a".into()), number: None });
         let both = Extra { cache_salt: Some("s".into()), lora: lora.clone() };
         assert_eq!(names(&aliases.stored(&announced).0), request(&ids(0..8), &both));
         let bare = Stored { lora_name: Some("a".into()), ..stored(&[3, 4], None, ids(0..8)) };

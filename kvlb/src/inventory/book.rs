@@ -62,6 +62,8 @@ pub enum Place {
 #[derive(Debug)]
 pub struct Book {
     limits: Limits,
+    /// Whether anything was applied since it was new.
+    used: bool,
     /// Names whose bit is set.
     names: usize,
     /// The group that counts, once one is known.
@@ -94,6 +96,7 @@ impl Book {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
+            used: false,
             names: 0,
             scored: None,
             partial: 0,
@@ -101,6 +104,11 @@ impl Book {
             age: (limits.names <= ORDERED_ALWAYS).then(Queue::default),
             forgotten: Queue::default(),
         }
+    }
+
+    /// Whether nothing was applied since it was new or emptied.
+    pub const fn is_blank(&self) -> bool {
+        !self.used
     }
 
     /// Names held.
@@ -118,6 +126,7 @@ impl Book {
     /// Where engines do not say what attention a group serves, group 0 counts until an announcement with more tokens than
     /// blocks proves that it is a window's.
     pub fn place(&mut self, stored: &Stored) -> Place {
+        self.used = true;
         if stored.medium != Medium::Gpu {
             return Place::Aside;
         }

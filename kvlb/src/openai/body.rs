@@ -38,6 +38,16 @@ pub(super) struct Fields<'a> {
     pub(super) truncation_side: Field<'a>,
     pub(super) max_tokens: Field<'a>,
     pub(super) max_completion_tokens: Field<'a>,
+    pub(super) system: Field<'a>,
+    pub(super) thinking: Field<'a>,
+    pub(super) output_config: Field<'a>,
+    pub(super) input: Field<'a>,
+    pub(super) instructions: Field<'a>,
+    pub(super) reasoning: Field<'a>,
+    pub(super) previous_response_id: Field<'a>,
+    pub(super) previous_input_messages: Field<'a>,
+    pub(super) truncation: Field<'a>,
+    pub(super) max_output_tokens: Field<'a>,
     pub(super) kv_transfer_params: Field<'a>,
     pub(super) cache_salt: Field<'a>,
     pub(super) n: Field<'a>,
@@ -89,6 +99,16 @@ impl<'a> Fields<'a> {
             "truncation_side" => &mut self.truncation_side,
             "max_tokens" => &mut self.max_tokens,
             "max_completion_tokens" => &mut self.max_completion_tokens,
+            "system" => &mut self.system,
+            "thinking" => &mut self.thinking,
+            "output_config" => &mut self.output_config,
+            "input" => &mut self.input,
+            "instructions" => &mut self.instructions,
+            "reasoning" => &mut self.reasoning,
+            "previous_response_id" => &mut self.previous_response_id,
+            "previous_input_messages" => &mut self.previous_input_messages,
+            "truncation" => &mut self.truncation,
+            "max_output_tokens" => &mut self.max_output_tokens,
             "kv_transfer_params" => &mut self.kv_transfer_params,
             "cache_salt" => &mut self.cache_salt,
             "n" => &mut self.n,
@@ -119,9 +139,9 @@ impl<'a> Visitor<'a> for Filling<'_, 'a> {
     }
 }
 
-/// Whether a value is more than an absent one. A null `max_tokens` is: it takes the place of the default.
+/// Whether a value is more than an absent one. A null `max_tokens` or `truncation` is: it takes the place of the default.
 fn counts(key: &str, value: &RawValue) -> bool {
-    key == "max_tokens" || value.get() != "null"
+    matches!(key, "max_tokens" | "truncation") || value.get() != "null"
 }
 
 /// A key, borrowed unless it is written with escapes.

@@ -3,12 +3,10 @@
 //! Source: vLLM 0.32.0, `ChatCompletionRequest` and `parse_chat_messages`, run with pydantic 2 and the `openai`
 //! package. What the engine would refuse with a 400 is a miss here, as is what it reads only by guessing.
 
+use super::body::{self, Fields};
 use super::json::Json;
 use super::miss::{Miss, Unsupported};
-use super::prompt::{Message, Part};
-
-/// A line that some clients put first into their system prompt, different in each request. The engine drops it.
-const BILLING_HEADER: &str = "x-anthropic-billing-header";
+use super::prompt::{Message, Part, PartKind, ToolCall};
 
 /// Keys of a content part that belong to some API; the engine hands on all others.
 ///
@@ -50,7 +48,6 @@ fn message(value: Json) -> Result<Message, Miss> {
         ..Message::default()
     };
     match role.as_str() {
-        "system" => drop_billing_header(&mut message.content),
         "assistant" => {
             message.reasoning = reasoning(&mut fields)?;
             message.tool_calls = tool_calls(fields.take("tool_calls"))?;
@@ -64,10 +61,10 @@ fn message(value: Json) -> Result<Message, Miss> {
 }
 
 /// The parts of a message's content. Parts whose text is null are left out, as the engine does.
-fn content(value: Option<Json>) -> Result<Vec<Part>, Miss> {
+pub(super) fn content(value: Option<Json>) -> Result<Vec<Part>, Miss> {
     match value {
         None | Some(Json::Null) => Ok(Vec::new()),
-        Some(Json::Text(text)) => Ok(vec![Part { text, extra: Vec::new() }]),
+        Some(Json::Text(text)) => Ok(vec![Part { text, ..Part::default() }]),
         Some(Json::List(list)) => {
             let mut parts = Vec::with_capacity(list.len());
             for item in list {
@@ -81,14 +78,15 @@ fn content(value: Option<Json>) -> Result<Vec<Part>, Miss> {
 
 fn part(value: Json) -> Result<Option<Part>, Miss> {
     if let Json::Text(text) = value {
-        return Ok(Some(Part { text, extra: Vec::new() }));
+        return Ok(Some(Part { text, ..Part::default() }));
     }
     let mut fields = object(value)?;
     let kind = fields.take("type").unwrap_or(Json::Null);
-    let text = match kind.as_text() {
-        Some("text" | "input_text" | "output_text") => fields.take("text"),
-        Some("thinking") => fields.take("thinking"),
-        Some("refusal") => fields.take("refusal"),
+    let (text, called) = match kind.as_text() {
+        Some("text") => (fields.take("text"), PartKind::Text),
+        Some("input_text" | "output_text") => (fields.take("text"), PartKind::Directed),
+        Some("thinking") => (fields.take("thinking"), PartKind::Aside),
+        Some("refusal") => (fields.take("refusal"), PartKind::Aside),
         other => return Err(medium(other, &fields).into()),
     };
     // A part with a `uuid` is read as media whatever its type says.
@@ -96,7 +94,7 @@ fn part(value: Json) -> Result<Option<Part>, Miss> {
         return Err(Unsupported::Shape.into());
     }
     match text {
-        Some(Json::Text(text)) => Ok(Some(Part { text, extra: fields.unknown_part_keys() })),
+        Some(Json::Text(text)) => Ok(Some(Part { text, kind: called, extra: fields.unknown_part_keys() })),
         None | Some(Json::Null) if matches!(kind.as_text(), Some("text" | "refusal")) => Ok(None),
         _ => Err(Unsupported::Shape.into()),
     }
@@ -120,16 +118,6 @@ fn medium(kind: Option<&str>, fields: &Object) -> Unsupported {
     }
 }
 
-fn drop_billing_header(parts: &mut Vec<Part>) {
-    parts.retain_mut(|part| {
-        if !part.text.starts_with(BILLING_HEADER) {
-            return true;
-        }
-        part.text = part.text.split_once('\n').map_or_else(String::new, |(_header, rest)| rest.to_owned());
-        !part.text.is_empty()
-    });
-}
-
 /// `reasoning`, else its older name `reasoning_content`.
 fn reasoning(fields: &mut Object) -> Result<Option<String>, Unsupported> {
     let older = fields.take("reasoning_content");
@@ -151,12 +139,12 @@ fn no_tools(tools: Option<&Json>) -> Result<(), Miss> {
     if tools.is_none_or(Json::is_null) { Ok(()) } else { Err(Unsupported::Tools.into()) }
 }
 
-fn tool_calls(value: Option<Json>) -> Result<Option<Vec<Json>>, Unsupported> {
+fn tool_calls(value: Option<Json>) -> Result<Option<Vec<ToolCall>>, Unsupported> {
     match value {
         None | Some(Json::Null) => Ok(None),
         Some(Json::List(calls)) if calls.is_empty() => Ok(None),
         Some(Json::List(calls)) => {
-            let calls: Option<Vec<Json>> = calls.into_iter().map(tool_call).collect();
+            let calls: Option<Vec<ToolCall>> = calls.into_iter().map(tool_call).collect();
             calls.map(Some).ok_or(Unsupported::Tools)
         }
         Some(_) => Err(Unsupported::Tools),
@@ -164,19 +152,29 @@ fn tool_calls(value: Option<Json>) -> Result<Option<Vec<Json>>, Unsupported> {
 }
 
 /// A tool call with its keys in the engine's order and its arguments parsed, as templates get them.
-fn tool_call(value: Json) -> Option<Json> {
+fn tool_call(value: Json) -> Option<ToolCall> {
     let mut call = object(value).ok()?;
     let id = call.take("id").filter(is_text)?;
     let kind = call.take("type").filter(|kind| kind.as_text() == Some("function"))?;
     let mut function = object(call.take("function")?).ok()?;
-    let arguments = arguments(function.take("arguments")?.as_text()?)?;
+    let arguments = into_text(function.take("arguments")?)?;
     let name = function.take("name").filter(is_text)?;
-    let function = function.after([("arguments", arguments), ("name", name)]);
-    Some(call.after([("id", id), ("function", function), ("type", kind)]))
+    let function = function.after([("arguments", parsed(&arguments)?), ("name", name)]);
+    Some(ToolCall { shown: call.after([("id", id), ("function", function), ("type", kind)]), arguments })
+}
+
+/// A tool call as templates get it, with the entries of its function in the order given.
+pub(super) fn shown_call(id: String, function: [(&str, Json); 2]) -> Json {
+    let function = Object(Vec::new()).after(function);
+    Object(Vec::new()).after([
+        ("id", Json::Text(id)),
+        ("function", function),
+        ("type", Json::Text("function".to_owned())),
+    ])
 }
 
 /// The arguments of a tool call, which come as JSON text and have to be an object.
-fn arguments(text: &str) -> Option<Json> {
+pub(super) fn parsed(text: &str) -> Option<Json> {
     if text.is_empty() {
         return Some(Json::Map(Vec::new()));
     }
@@ -194,7 +192,8 @@ pub(super) fn tools(value: Json) -> Result<Option<Vec<Json>>, Miss> {
     tools.map(Some).ok_or_else(|| Unsupported::Tools.into())
 }
 
-fn tool(value: Json) -> Option<Json> {
+/// A tool as the engine's request model writes it.
+pub(super) fn tool(value: Json) -> Option<Json> {
     let mut tool = object(value).ok()?;
     let kind = tool.take("type").unwrap_or_else(|| Json::Text("function".to_owned()));
     if kind.as_text() != Some("function") {
@@ -230,6 +229,37 @@ fn function(value: Json, defer_loading: Option<&Json>) -> Option<Json> {
     })
 }
 
+/// What the engine passes to `apply_chat_template` by itself, so that a request which passes it too either fails or
+/// changes more than the template's variables.
+///
+/// Source: transformers 5.19, the parameters of `apply_chat_template`, and vLLM 0.32.0, `build_chat_params`.
+const RESERVED_KWARGS: [&str; 12] = [
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+];
+
+/// The `chat_template_kwargs` of a request.
+pub(super) fn template_kwargs(fields: &Fields<'_>) -> Result<Vec<(String, Json)>, Miss> {
+    let Some(given) = fields.chat_template_kwargs else { return Ok(Vec::new()) };
+    match body::value(given)? {
+        Json::Map(entries) if entries.iter().any(|(key, _)| RESERVED_KWARGS.contains(&key.as_str())) => {
+            Err(Unsupported::TemplateKwargs.into())
+        }
+        Json::Map(entries) => Ok(entries),
+        _ => Err(Unsupported::Shape.into()),
+    }
+}
+
 /// An object of the entries that are there.
 fn written<const N: usize>(entries: [(&str, Option<Json>); N]) -> Json {
     Json::Map(entries.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect())
@@ -239,7 +269,7 @@ fn is_text(value: &Json) -> bool {
     matches!(value, Json::Text(_))
 }
 
-fn into_text(value: Json) -> Option<String> {
+pub(super) fn into_text(value: Json) -> Option<String> {
     match value {
         Json::Text(text) => Some(text),
         _ => None,
@@ -247,9 +277,9 @@ fn into_text(value: Json) -> Option<String> {
 }
 
 /// An object whose entries are taken out one by one.
-struct Object(Vec<(String, Json)>);
+pub(super) struct Object(Vec<(String, Json)>);
 
-fn object(value: Json) -> Result<Object, Miss> {
+pub(super) fn object(value: Json) -> Result<Object, Miss> {
     match value {
         Json::Map(entries) => Ok(Object(entries)),
         _ => Err(Unsupported::Shape.into()),
@@ -257,12 +287,17 @@ fn object(value: Json) -> Result<Object, Miss> {
 }
 
 impl Object {
-    fn take(&mut self, key: &str) -> Option<Json> {
+    pub(super) fn take(&mut self, key: &str) -> Option<Json> {
         let place = self.0.iter().position(|(name, _)| name == key)?;
         Some(self.0.remove(place).1)
     }
 
-    fn has(&self, key: &str) -> bool {
+    /// What the object calls its own `type`.
+    pub(super) fn kind(&mut self) -> Result<String, Miss> {
+        self.take("type").and_then(into_text).ok_or_else(|| Unsupported::Shape.into())
+    }
+
+    pub(super) fn has(&self, key: &str) -> bool {
         self.0.iter().any(|(name, value)| name == key && !value.is_null())
     }
 
@@ -340,7 +375,8 @@ mod tests {
         let message = only(&format!(r#"{{"role": "assistant", "tool_calls": [{call}]}}"#)).unwrap();
         let expected =
             r#"{"id": "c", "function": {"arguments": {"a": 1}, "name": "f", "y": 2}, "type": "function", "x": 1}"#;
-        assert_eq!(message.tool_calls, Some(vec![json(expected)]));
+        let call = message.tool_calls.unwrap().remove(0);
+        assert_eq!((call.shown, call.arguments.as_str()), (json(expected), r#"{"a": 1}"#));
         let none = only(r#"{"role": "assistant", "content": "a", "tool_calls": []}"#).unwrap();
         assert_eq!(none.tool_calls, None);
         for arguments in ["nonsense", "[1]", r#"{\"a\": NaN}"#] {
@@ -373,13 +409,5 @@ mod tests {
         ] {
             assert_eq!(tools(json(refused)).unwrap_err().detail(), "tools", "{refused}");
         }
-    }
-
-    #[test]
-    fn the_billing_line_of_a_system_prompt_is_dropped() {
-        let message = only(r#"{"role": "system", "content": "x-anthropic-billing-header: cch=1\nrest"}"#).unwrap();
-        assert_eq!(texts(&message), ["rest"]);
-        let message = only(r#"{"role": "user", "content": "x-anthropic-billing-header: cch=1"}"#).unwrap();
-        assert_eq!(texts(&message), ["x-anthropic-billing-header: cch=1"]);
     }
 }

@@ -54,6 +54,72 @@ impl Json {
     pub fn is_null(&self) -> bool {
         matches!(self, Self::Null)
     }
+
+    /// The value as Python's `json.dumps` writes it; `None` where it writes a number with an exponent.
+    pub(super) fn dumps(&self) -> Option<String> {
+        let mut out = String::new();
+        self.write(&mut out).then_some(out)
+    }
+
+    /// Appends the value; false where its notation is not known.
+    fn write(&self, out: &mut String) -> bool {
+        match self {
+            Self::Null => out.push_str("null"),
+            Self::Bool(flag) => out.push_str(if *flag { "true" } else { "false" }),
+            Self::Int(int) => out.push_str(&int.to_string()),
+            Self::Float(float) if *float == 0.0 || PLAIN_FLOATS.contains(&float.abs()) => {
+                out.push_str(&format!("{float:?}"));
+            }
+            Self::Float(_) => return false,
+            Self::Text(text) => write_text(text, out),
+            Self::List(items) => return write_all(['[', ']'], items, Self::write, out),
+            Self::Map(entries) => {
+                let entry = |(key, value): &(String, Self), out: &mut String| {
+                    write_text(key, out);
+                    out.push_str(": ");
+                    value.write(out)
+                };
+                return write_all(['{', '}'], entries, entry, out);
+            }
+        }
+        true
+    }
+}
+
+/// Numbers that Python writes without an exponent, and with the digits that Rust writes.
+const PLAIN_FLOATS: std::ops::Range<f64> = 1e-4..1e16;
+
+fn write_all<T>(
+    [open, close]: [char; 2],
+    items: &[T],
+    write: impl Fn(&T, &mut String) -> bool,
+    out: &mut String,
+) -> bool {
+    out.push(open);
+    let exact = items.iter().enumerate().all(|(place, item)| {
+        out.push_str(if place > 0 { ", " } else { "" });
+        write(item, out)
+    });
+    out.push(close);
+    exact
+}
+
+/// Text in quotes, all of it in ASCII.
+fn write_text(text: &str, out: &mut String) {
+    out.push('"');
+    for char in text.chars() {
+        match char {
+            '"' | '\\' => out.extend(['\\', char]),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\u{8}' => out.push_str("\\b"),
+            '\u{c}' => out.push_str("\\f"),
+            ' '..='~' => out.push(char),
+            _ => out.extend(char.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}"))),
+        }
+    }
+    out.push('"');
 }
 
 impl<'de> Deserialize<'de> for Json {
@@ -174,6 +240,16 @@ mod tests {
         for wide in ["18446744073709551616", "1e30", "-99999999999999999999", "1e400"] {
             assert!(serde_json::from_str::<Json>(wide).is_err(), "{wide}");
         }
+    }
+
+    /// The right-hand side is what Python 3.11's `json.dumps` printed.
+    #[test]
+    fn a_value_is_written_as_python_writes_it() {
+        let given = r#"{"b": [1, -2.0, 0.1, 1e5, true, null, "é\u0001\u007f\n\"\\/😀"], "a": {}, "c": []}"#;
+        let expected =
+            r#"{"b": [1, -2.0, 0.1, 100000.0, true, null, "\u00e9\u0001\u007f\n\"\\/\ud83d\ude00"], "a": {}, "c": []}"#;
+        assert_eq!(read(given).dumps().unwrap(), expected);
+        assert_eq!(read("[1e16]").dumps(), None);
     }
 
     #[test]

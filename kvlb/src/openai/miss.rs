@@ -60,10 +60,10 @@ pub enum Unsupported {
     TokenReuse,
     /// `chat_template_kwargs` that replace what the engine passes itself.
     TemplateKwargs,
-    /// The Responses API.
-    Responses,
-    /// The Messages API.
-    Messages,
+    /// An earlier answer that the engine has kept (`previous_response_id`), or messages in a form of the engine's own.
+    PreviousResponse,
+    /// An item of the Responses API other than messages, function calls, their outputs, and reasoning in plain text.
+    Item,
 }
 
 impl Miss {
@@ -121,8 +121,8 @@ impl Unsupported {
             Self::Tools => "tools",
             Self::TokenReuse => "token_reuse",
             Self::TemplateKwargs => "template_kwargs",
-            Self::Responses => "responses",
-            Self::Messages => "messages_api",
+            Self::PreviousResponse => "previous_response",
+            Self::Item => "item",
         }
     }
 }

@@ -7,14 +7,16 @@
 mod body;
 mod chat;
 mod json;
+mod messages;
 mod miss;
 mod prompt;
+mod responses;
 
 use serde_json::value::RawValue;
 
 pub use json::Json;
 pub use miss::{BadBody, Miss, NoText, Unsupported};
-pub use prompt::{Chat, Input, Message, Part, Prompt, Side, TokenOptions, Truncate};
+pub use prompt::{Api, Chat, Input, Message, Part, PartKind, Prompt, Side, TokenOptions, ToolCall, Truncate};
 
 use crate::contract::TokenId;
 use body::Fields;
@@ -93,7 +95,7 @@ pub fn parse(request: &Request<'_>) -> Result<Prompt, Miss> {
         model,
         inputs,
         prompts,
-        samples: samples(fields.n),
+        samples: samples(kind, fields.n),
         cache_salt: body::text(fields.cache_salt).filter(|salt| !salt.is_empty()),
         options: token_options(kind, &fields)?,
         stream: fields.stream.is_some_and(|stream| stream.get() == "true"),
@@ -119,8 +121,8 @@ fn inputs(kind: Kind, fields: &Fields<'_>) -> Result<(Vec<Input>, usize), Miss> 
             Json::List(list) => bounded(list, |messages| chat_input(messages, fields)),
             _ => Err(Unsupported::Shape.into()),
         },
-        Kind::Responses => Err(Unsupported::Responses.into()),
-        Kind::Messages => Err(Unsupported::Messages.into()),
+        Kind::Responses => Ok((vec![Input::Chat(Box::new(responses::chat(fields)?))], 1)),
+        Kind::Messages => Ok((vec![Input::Chat(Box::new(messages::chat(fields)?))], 1)),
         Kind::Other => Err(NoText::Path.into()),
     }
 }
@@ -207,14 +209,16 @@ fn chat_input(messages: Json, fields: &Fields<'_>) -> Result<Input, Miss> {
     }
     let optional = |field: Option<&RawValue>| field.map(body::value).transpose();
     Ok(Input::Chat(Box::new(Chat {
+        api: Api::Chat,
         messages,
         tools: optional(fields.tools)?.map(chat::tools).transpose()?.flatten(),
         documents: optional(fields.documents)?.map(documents).transpose()?,
-        template_kwargs: optional(fields.chat_template_kwargs)?.map_or(Ok(Vec::new()), template_kwargs)?,
+        template_kwargs: chat::template_kwargs(fields)?,
         template: optional(fields.chat_template)?.map(option_text).transpose()?,
         add_generation_prompt: optional(fields.add_generation_prompt)?.as_ref().map_or(Ok(true), option_bool)?,
         continue_final_message: optional(fields.continue_final_message)?.as_ref().map_or(Ok(false), option_bool)?,
         reasoning_effort: optional(fields.reasoning_effort)?.map(option_text).transpose()?,
+        thinking_off: false,
     })))
 }
 
@@ -230,38 +234,11 @@ fn documents(value: Json) -> Result<Json, Miss> {
     }
 }
 
-/// What the engine passes to `apply_chat_template` by itself, so that a request which passes it too either fails or
-/// changes more than the template's variables.
-///
-/// Source: transformers 5.19, the parameters of `apply_chat_template`, and vLLM 0.32.0, `build_chat_params`.
-const RESERVED_KWARGS: [&str; 12] = [
-    "conversation",
-    "messages",
-    "tools",
-    "chat_template",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-];
-
-fn template_kwargs(value: Json) -> Result<Vec<(String, Json)>, Miss> {
-    match value {
-        Json::Map(entries) if entries.iter().any(|(key, _)| RESERVED_KWARGS.contains(&key.as_str())) => {
-            Err(Unsupported::TemplateKwargs.into())
-        }
-        Json::Map(entries) => Ok(entries),
-        _ => Err(Unsupported::Shape.into()),
-    }
-}
-
 fn token_options(kind: Kind, fields: &Fields<'_>) -> Result<TokenOptions, Miss> {
-    if kind == Kind::Generate {
-        return Ok(TokenOptions::default());
+    match kind {
+        Kind::Generate | Kind::Messages => return Ok(TokenOptions::default()),
+        Kind::Responses => return responses::token_options(fields),
+        _ => {}
     }
     let optional = |field: Option<&RawValue>| field.map(body::value).transpose();
     let truncate = match optional(fields.truncate_prompt_tokens)? {
@@ -294,7 +271,9 @@ fn reserve(kind: Kind, fields: &Fields<'_>) -> usize {
     }
 }
 
-fn samples(n: Option<&RawValue>) -> u32 {
+/// How many answers are asked for; the Messages and the Responses API know one only.
+fn samples(kind: Kind, n: Option<&RawValue>) -> u32 {
+    let n = n.filter(|_| !matches!(kind, Kind::Messages | Kind::Responses));
     n.and_then(|n| serde_json::from_str::<u32>(n.get()).ok()).map_or(1, |n| n.max(1))
 }
 

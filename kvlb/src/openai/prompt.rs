@@ -76,9 +76,23 @@ pub enum Side {
     Right,
 }
 
+/// The API that a chat came by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Api {
+    /// `/v1/chat/completions`.
+    #[default]
+    Chat,
+    /// `/v1/messages`.
+    Messages,
+    /// `/v1/responses`. Each of its items is a message here, also where the engine makes one of several.
+    Responses,
+}
+
 /// A chat, as far as templates can see it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chat {
+    /// Where it came by, since what the engine makes of it depends on that.
+    pub api: Api,
     /// The messages, in order.
     pub messages: Vec<Message>,
     /// The tools as the engine shows them to a template: parsed and written again in its own order of keys.
@@ -95,6 +109,9 @@ pub struct Chat {
     pub continue_final_message: bool,
     /// `reasoning_effort`.
     pub reasoning_effort: Option<String>,
+    /// Whether thinking is switched off in the way of the Messages API: as the effort `none`, and as `low` where the
+    /// model makes nothing of `none`.
+    pub thinking_off: bool,
 }
 
 /// One message of a chat.
@@ -108,12 +125,33 @@ pub struct Message {
     pub name: Option<String>,
     /// The assistant's reasoning, under either of its names.
     pub reasoning: Option<String>,
-    /// The assistant's tool calls, with the keys in the order in which the engine passes them on.
-    pub tool_calls: Option<Vec<Json>>,
+    /// The assistant's tool calls.
+    pub tool_calls: Option<Vec<ToolCall>>,
     /// The call that a tool's message answers: absent, null or text.
     pub tool_call_id: Option<Json>,
     /// `task`, a mark of some models.
     pub task: Option<String>,
+}
+
+/// One call of a tool, in both forms in which models see it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ToolCall {
+    /// The whole call with its arguments parsed, the keys in the order in which the engine passes them on.
+    pub shown: Json,
+    /// The arguments as the client wrote them.
+    pub arguments: String,
+}
+
+/// What a part calls itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PartKind {
+    /// `text`, as almost every part does, or a plain string.
+    #[default]
+    Text,
+    /// `input_text` or `output_text`, with its text in `text` all the same.
+    Directed,
+    /// `thinking` or `refusal`, with its text in a key of that name.
+    Aside,
 }
 
 /// One text part of a message.
@@ -121,6 +159,8 @@ pub struct Message {
 pub struct Part {
     /// The text.
     pub text: String,
+    /// What the part calls itself.
+    pub kind: PartKind,
     /// Keys of the part that no API knows, which the engine hands on to templates that take parts.
     pub extra: Vec<(String, Json)>,
 }

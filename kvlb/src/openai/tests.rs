@@ -99,8 +99,8 @@ fn what_replaces_the_prompt_is_a_miss_of_its_own() {
     assert_eq!(why(completion(r#"{"prompt": "x", "prompt_embeds": "AA=="}"#)).1, "embeds");
     let reuse = r#"{"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": {"prompt_token_ids": [1]}}"#;
     assert_eq!(why(chat(reuse)).1, "token_reuse");
-    assert_eq!(why(parse(&post("/v1/responses", br#"{"input": "x"}"#))), ("tokenize", "responses"));
-    assert_eq!(why(parse(&post("/v1/messages", br#"{"messages": []}"#))), ("tokenize", "messages_api"));
+    let earlier = br#"{"input": "x", "previous_response_id": "r"}"#;
+    assert_eq!(why(parse(&post("/v1/responses", earlier))), ("tokenize", "previous_response"));
 }
 
 #[test]
@@ -150,6 +150,105 @@ fn a_chat_keeps_what_its_template_can_see() {
     assert_eq!((chat.add_generation_prompt, chat.continue_final_message), (false, false));
     assert_eq!(chat.reasoning_effort.as_deref(), Some("low"));
     assert!(chat.documents.is_some());
+}
+
+fn shown(path: &str, body: &str) -> Result<Chat, Miss> {
+    match parse(&post(path, body.as_bytes()))?.inputs.remove(0) {
+        Input::Chat(chat) => Ok(*chat),
+        other => panic!("not a chat: {other:?}"),
+    }
+}
+
+fn said(chat: &Chat) -> Vec<(&str, Vec<&str>)> {
+    fn texts(message: &Message) -> Vec<&str> {
+        message.content.iter().map(|part| part.text.as_str()).collect()
+    }
+    chat.messages.iter().map(|message| (message.role.as_str(), texts(message))).collect()
+}
+
+#[test]
+fn results_of_tools_come_before_what_the_user_says_with_them() {
+    let body = r#"{"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "s"}], "messages": [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": "é"}}]},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "tool_result", "tool_use_id": "t", "content": "r"}]}]}"#;
+    let chat = shown("/v1/messages", body).unwrap();
+    assert_eq!(said(&chat), [("system", vec!["s"]), ("assistant", vec![]), ("tool", vec!["r"]), ("user", vec!["b"])]);
+    assert_eq!(chat.messages[1].tool_calls.as_ref().unwrap()[0].arguments, r#"{"a": "\u00e9"}"#);
+    assert_eq!(chat.api, Api::Messages);
+}
+
+#[test]
+fn what_the_messages_api_takes_besides_text_has_its_detail() {
+    let detail = |block: &str| {
+        let body = format!(r#"{{"messages": [{{"role": "user", "content": [{block}]}}]}}"#);
+        why(parse(&post("/v1/messages", body.as_bytes()))).1
+    };
+    assert_eq!(detail(r#"{"type": "image", "source": {}}"#), "images");
+    assert_eq!(detail(r#"{"type": "tool_result", "content": [{"type": "image"}]}"#), "images");
+    assert_eq!(detail(r#"{"type": "tool_use", "name": "f"}"#), "tools");
+    assert_eq!(detail(r#"{"type": "text", "text": 5}"#), "shape");
+    assert_eq!(detail("5"), "shape");
+    let no_id = r#"{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]}"#;
+    assert_eq!(why(parse(&post("/v1/messages", no_id.as_bytes()))).1, "tools");
+}
+
+#[test]
+fn the_efforts_of_the_messages_api_are_read() {
+    let chat = |rest: &str| {
+        shown("/v1/messages", &format!(r#"{{"messages": [{{"role": "user", "content": "x"}}], {rest}}}"#)).unwrap()
+    };
+    assert!(chat(r#""thinking": {"type": "disabled"}"#).thinking_off);
+    let thinking =
+        chat(r#""thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "max"}"#);
+    assert_eq!((thinking.thinking_off, thinking.reasoning_effort.as_deref()), (false, Some("max")));
+}
+
+#[test]
+fn each_item_of_the_responses_api_is_a_message() {
+    let body = r#"{"instructions": "i", "n": 3, "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "o"},
+        {"type": "message", "role": "assistant", "status": "incomplete", "content": [{"type": "output_text", "text": "y"}]}]}"#;
+    let chat = shown("/v1/responses", body).unwrap();
+    let roles: Vec<&str> = said(&chat).iter().map(|(role, _)| *role).collect();
+    assert_eq!(roles, ["system", "user", "assistant", "assistant", "tool", "assistant"]);
+    assert_eq!(chat.messages[2].reasoning.as_deref(), Some("r"));
+    assert_eq!((chat.add_generation_prompt, chat.continue_final_message), (false, true));
+    let prompt = parse(&post("/v1/responses", body.as_bytes())).unwrap();
+    assert_eq!((prompt.samples, prompt.options.add_special_tokens), (1, Some(true)));
+}
+
+#[test]
+fn what_the_responses_api_takes_besides_text_has_its_detail() {
+    let detail = |rest: &str| why(parse(&post("/v1/responses", format!("{{{rest}}}").as_bytes()))).1;
+    let item = |item: &str| detail(&format!(r#""input": [{item}]"#));
+    assert_eq!(item(r#"{"type": "item_reference", "id": "m"}"#), "item");
+    assert_eq!(item(r#"{"type": "reasoning", "summary": [], "encrypted_content": "z"}"#), "item");
+    assert_eq!(item(r#"{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": ""}"#), "item");
+    assert_eq!(
+        item(r#"{"type": "function_call", "call_id": "c", "namespace": "n", "name": "f", "arguments": "{}"}"#),
+        "tools"
+    );
+    assert_eq!(item(r#"{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}"#), "images");
+    assert_eq!(item(r#"{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}"#), "images");
+    assert_eq!(item(r#"{"role": "user", "content": [{"type": "input_text", "text": "x", "y": 1}]}"#), "shape");
+    assert_eq!(detail(r#""input": "x", "previous_input_messages": []"#), "previous_response");
+    assert_eq!(detail(r#""input": "x", "tools": [{"type": "web_search_preview"}]"#), "tools");
+    assert_eq!(detail(r#""input": "x", "truncation": "some""#), "options");
+    assert_eq!(detail(r#""instructions": "x""#), "absent");
+    assert_eq!(detail(r#""input": []"#), "empty");
+}
+
+#[test]
+fn a_null_truncation_is_not_an_absent_one() {
+    let truncate = |rest: &str| {
+        parse(&post("/v1/responses", format!(r#"{{"input": "x"{rest}}}"#).as_bytes())).unwrap().options.truncate
+    };
+    assert_eq!(truncate(""), None);
+    assert_eq!(truncate(r#", "truncation": "disabled""#), None);
+    assert_eq!(truncate(r#", "truncation": null"#), Some(Truncate::ToModel { reserve: 0 }));
+    assert_eq!(truncate(r#", "truncation": "auto", "max_output_tokens": 5"#), Some(Truncate::ToModel { reserve: 1 }));
 }
 
 #[test]

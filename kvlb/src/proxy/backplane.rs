@@ -208,9 +208,10 @@ impl Deref for Addresses {
 /// What happened to a request.
 ///
 /// A call that was asked for an endpoint hears any number of events about endpoints that were passed over, at most one
-/// [`Event::Answered`], and then exactly one last one ([`Event::is_last`]), whatever ended the request. A position there
-/// is that of the endpoint last chosen, unless that one was passed over. Only a panic in this very request can swallow
-/// the last event: then the call is dropped without.
+/// [`Event::Answered`], and then exactly one last one ([`Event::is_last`]), whatever ended the request. So every endpoint
+/// that [`Call::choose`] named is accounted for: it was passed over, or it is the one whose position the last event has.
+/// (That event names one that was passed over only where a busy one's answer was relayed after all.) Only a request whose
+/// task is lost as it stands, by a panic of ours or because its thread ends, gets no last event: its call is just dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Passed over: no connection to an endpoint could be opened. It has seen nothing of the request.

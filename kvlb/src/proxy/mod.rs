@@ -17,6 +17,7 @@ mod client;
 mod connect;
 mod epoll;
 mod exchange;
+mod hold;
 mod http;
 mod idle;
 mod intake;

@@ -319,16 +319,6 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 }
 
-/// Whatever becomes of a request, its call hears of the end: also when the task is dropped as it stands.
-impl<B: Backend, P: Backplane> Drop for Walk<'_, '_, B, P> {
-    fn drop(&mut self) {
-        // A second panic in one and the same thread would be the end of the process.
-        if !self.over && !std::thread::panicking() {
-            self.report(Event::CutOff { position: self.position });
-        }
-    }
-}
-
 fn no_answer(error: Option<AnswerError>) -> Reply {
     match error {
         None => Reply::error(502, "backend_died", "the endpoint closed the connection without an answer"),

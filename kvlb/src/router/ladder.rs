@@ -289,7 +289,9 @@ fn affinity(
     let overlap = held.get(choice.endpoint).copied().unwrap_or_default();
     // A hit is what was announced. Blocks that are only on their way steer the choice and are no hit: else names that never
     // agree would look healthy in every burst.
-    let expected = announced(choice.endpoint) < min_overlap;
+    let somewhere = candidates.iter().filter(|c| c.eligible).map(|c| announced(c.endpoint)).max().unwrap_or_default();
+    let expected =
+        announced(choice.endpoint) < min_overlap && (choice.overlap >= min_overlap || somewhere < min_overlap);
     Ok(Decision {
         endpoint: Some(choice.endpoint),
         tier: Tier::Overlap,
@@ -564,7 +566,7 @@ mod tests {
     #[test]
     fn a_way_of_naming_without_names_for_a_prompt_leaves_the_others() {
         let (service, _) = pool(2);
-        let lora = Some(Lora { name: "a".to_owned(), path: None });
+        let lora = Some(Lora { name: "a".to_owned(), path: None, number: None });
         let tagged = service.hasher.key_space(crate::contract::KeyEra::Tagged);
         let untagged = service.hasher.key_space(crate::contract::KeyEra::Untagged);
         let space = |key_space, endpoint| Space { key_space, lora: lora.clone(), endpoints: vec![endpoint] };

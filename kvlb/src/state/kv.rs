@@ -322,8 +322,10 @@ impl EndpointKv {
     /// of all of them.
     pub fn holding(&self, prompts: &[Vec<Overlap>]) -> Holding {
         let ranks = self.ranks.load();
+        // One that has announced nothing yet is a rank all the same.
+        let several = ranks.len() > 1 || self.feeds.load().len() > 1;
         let of_rank = |rank: &Rank| {
-            let mut holding = Holding { rank: (ranks.len() > 1).then_some(rank.number), ..Holding::default() };
+            let mut holding = Holding { rank: several.then_some(rank.number), ..Holding::default() };
             for overlaps in prompts {
                 if let Ok(at) = overlaps.binary_search_by_key(&rank.slot, |overlap| overlap.slot) {
                     holding.depth += overlaps[at].depth;

@@ -218,7 +218,21 @@ impl Endpoint {
         let listed = models.iter().find(|listed| listed.parent.is_some() && listed.id == name)?;
         // Source: vLLM lists the adapter's path as its `root`.
         let path = listed.card["root"].as_str().filter(|_| key_space.hashes_paths()).map(str::to_owned);
-        Some(Lora { name: name.to_owned(), path })
+        let number = self.numbers_adapters().then(|| {
+            // Source: such versions number adapters from 1 in the order in which they list them.
+            let adapters = models.iter().filter(|listed| listed.parent.is_some());
+            let before = adapters.take_while(|listed| listed.id != name).count();
+            i64::try_from(before + 1).unwrap_or(i64::MAX)
+        });
+        Some(Lora { name: name.to_owned(), path, number })
+    }
+
+    /// Whether its engine hashes an adapter's number instead of its name.
+    ///
+    /// Source: vLLM before 0.11.1.
+    fn numbers_adapters(&self) -> bool {
+        let facts = self.meters.facts();
+        facts.as_ref().and_then(|facts| facts.version.known()?.at_least(0, 11)) == Some(false)
     }
 
     /// KV blocks of its engine's cache, where the engine has said.

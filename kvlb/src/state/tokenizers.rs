@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -38,6 +39,7 @@ pub struct Wanted {
 #[derive(Debug, Default)]
 pub struct Tokenizers {
     staged: ArcSwap<HashMap<ModelSlug, Staged>>,
+    any_heavy: AtomicBool,
     wanted: Mutex<Vec<Wanted>>,
     asked: Notify,
 }
@@ -58,6 +60,11 @@ impl Tokenizers {
                 Err("loading")
             }
         }
+    }
+
+    /// Whether a tokenizer in memory has a chat template that had better be filled aside, however small the chat.
+    pub fn any_heavy(&self) -> bool {
+        self.any_heavy.load(Ordering::Relaxed)
     }
 
     /// Whether something is known of a model.
@@ -108,6 +115,8 @@ impl Tokenizers {
             }
             next
         });
+        let is_heavy = |staged: &Staged| matches!(staged, Staged::Ready(tokenizer) if tokenizer.is_heavy());
+        self.any_heavy.store(self.staged.load().values().any(is_heavy), Ordering::Relaxed);
     }
 }
 

@@ -8,7 +8,7 @@ use minijinja::Value;
 
 use super::syntax::ContentFormat;
 use super::value::{self, Dict};
-use crate::openai::{Json, Message, Part};
+use crate::openai::{Json, Message, Part, PartKind};
 
 /// One message on its way into a template.
 #[derive(Debug)]
@@ -55,15 +55,14 @@ fn one_system_turn(turns: Vec<Turn<'_>>) -> Vec<Turn<'_>> {
 
 impl<'m> Turn<'m> {
     fn new(message: &'m Message, format: ContentFormat) -> Self {
-        let texts = || message.content.iter().map(|part| part.text.as_str());
+        let parts: Vec<ShownPart<'m>> = message.content.iter().filter_map(|part| shown(&message.role, part)).collect();
+        let texts = || parts.iter().map(|(text, _)| &**text);
         let content = match format {
             // Parts without text do not count here.
-            ContentFormat::Text => Content::Text(joined(&message.content, texts().filter(|text| !text.is_empty()))),
+            ContentFormat::Text => Content::Text(joined(&parts, texts().filter(|text| !text.is_empty()))),
             // Most templates that take parts still want plain text from a tool.
-            ContentFormat::Parts if message.role == "tool" => Content::Text(joined(&message.content, texts())),
-            ContentFormat::Parts => Content::Parts(
-                message.content.iter().map(|part| (Cow::from(&part.text), part.extra.as_slice())).collect(),
-            ),
+            ContentFormat::Parts if message.role == "tool" => Content::Text(joined(&parts, texts())),
+            ContentFormat::Parts => Content::Parts(parts),
         };
         Self { role: &message.role, content, message: Some(message) }
     }
@@ -101,7 +100,10 @@ impl<'m> Turn<'m> {
 
 fn push_rest(dict: &mut Dict, role: &str, message: &Message) -> Option<()> {
     if let Some(calls) = &message.tool_calls {
-        dict.push("tool_calls", value::list(calls.iter().map(value::value).collect::<Option<_>>()?));
+        dict.push(
+            "tool_calls",
+            value::list(calls.iter().map(|call| value::value(&call.shown)).collect::<Option<_>>()?),
+        );
     }
     if let Some(reasoning) = &message.reasoning {
         dict.push("reasoning", reasoning.as_str());
@@ -141,10 +143,24 @@ fn part_value((text, extra): &ShownPart<'_>) -> Option<Value> {
     Some(dict.into())
 }
 
+/// A line that some clients put first into their system prompt, different in each request. The engine drops it.
+///
+/// Source: vLLM 0.32.0, `_parse_chat_message_content`.
+const BILLING_HEADER: &str = "x-anthropic-billing-header";
+
+/// A part as it is shown; nothing where the billing line was all there is.
+fn shown<'m>(role: &str, part: &'m Part) -> Option<ShownPart<'m>> {
+    if role != "system" || part.kind != PartKind::Text || !part.text.starts_with(BILLING_HEADER) {
+        return Some((Cow::from(&part.text), &part.extra));
+    }
+    let (_header, rest) = part.text.split_once('\n')?;
+    (!rest.is_empty()).then(|| (Cow::from(rest), part.extra.as_slice()))
+}
+
 /// The texts with a newline between them; a single part is not copied.
-fn joined<'m>(parts: &'m [Part], texts: impl Iterator<Item = &'m str>) -> Cow<'m, str> {
+fn joined<'m, 't>(parts: &[ShownPart<'m>], texts: impl Iterator<Item = &'t str>) -> Cow<'m, str> {
     match parts {
-        [only] => Cow::from(&only.text),
+        [(only, _)] => only.clone(),
         _ => texts.collect::<Vec<_>>().join("\n").into(),
     }
 }
@@ -154,11 +170,11 @@ mod tests {
     use super::*;
 
     fn message(role: &str, parts: &[&str]) -> Message {
-        let content = parts.iter().map(|text| Part { text: (*text).into(), extra: Vec::new() }).collect();
+        let content = parts.iter().map(|text| Part { text: (*text).into(), ..Part::default() }).collect();
         Message { role: role.into(), content, ..Message::default() }
     }
 
-    fn shown(turns: &[Turn<'_>]) -> Vec<(String, String)> {
+    fn texts(turns: &[Turn<'_>]) -> Vec<(String, String)> {
         turns.iter().map(|turn| (turn.role.to_owned(), turn.text().into_owned())).collect()
     }
 
@@ -169,7 +185,7 @@ mod tests {
     #[test]
     fn parts_are_joined_by_one_newline_and_empty_ones_do_not_count() {
         let messages = [message("user", &["a", "", "b"]), message("user", &[])];
-        assert_eq!(shown(&turns(&messages, ContentFormat::Text, false)), pairs(&[("user", "a\nb"), ("user", "")]));
+        assert_eq!(texts(&turns(&messages, ContentFormat::Text, false)), pairs(&[("user", "a\nb"), ("user", "")]));
     }
 
     #[test]
@@ -183,16 +199,28 @@ mod tests {
     fn developers_become_the_system_at_the_front_of_a_template_that_does_not_know_them() {
         let messages = [message("system", &["a"]), message("user", &["b"]), message("developer", &["c"])];
         let merged = turns(&messages, ContentFormat::Text, false);
-        assert_eq!(shown(&merged), pairs(&[("system", "a\n\nc"), ("user", "b")]));
+        assert_eq!(texts(&merged), pairs(&[("system", "a\n\nc"), ("user", "b")]));
         let kept = turns(&messages, ContentFormat::Text, true);
-        assert_eq!(shown(&kept), pairs(&[("system", "a"), ("user", "b"), ("developer", "c")]));
+        assert_eq!(texts(&kept), pairs(&[("system", "a"), ("user", "b"), ("developer", "c")]));
         let first = [message("developer", &["c"]), message("user", &["b"])];
-        assert_eq!(shown(&turns(&first, ContentFormat::Text, false)), pairs(&[("system", "c"), ("user", "b")]));
+        assert_eq!(texts(&turns(&first, ContentFormat::Text, false)), pairs(&[("system", "c"), ("user", "b")]));
     }
 
     #[test]
     fn system_turns_alone_stay_where_they_are() {
         let messages = [message("system", &["a"]), message("system", &["b"])];
         assert_eq!(turns(&messages, ContentFormat::Text, false).len(), 2);
+    }
+
+    #[test]
+    fn the_billing_line_of_a_system_prompt_is_dropped() {
+        let header = "x-anthropic-billing-header: cch=1";
+        let (alone, before) = (header.to_owned(), format!("{header}\nrest"));
+        let messages = [message("system", &[&before]), message("system", &[&alone]), message("user", &[&alone])];
+        let shown = texts(&turns(&messages, ContentFormat::Text, false));
+        assert_eq!(shown, pairs(&[("system", "rest"), ("system", ""), ("user", header)]));
+        assert!(
+            matches!(&turns(&messages, ContentFormat::Parts, false)[1].content, Content::Parts(parts) if parts.is_empty())
+        );
     }
 }

@@ -17,8 +17,16 @@ pub enum Miss {
     Number,
     /// The request brings its own template, and the engine is not known to trust it.
     RequestTemplate,
-    /// The model speaks Harmony, which no template describes.
+    /// The model speaks Harmony, with a vocabulary or a message that is not the one known here.
     Harmony,
+    /// The text of a chat for a model without a template spells a special token, which the engine takes as a word.
+    SpecialText,
+    /// A message has parts that become tokens one by one, so no one text becomes all the prompt's tokens.
+    Parts,
+    /// A system message stands within the conversation, and whether the engine moves it to the front is not known.
+    InlineSystem,
+    /// The client wants no thinking, and what the engine does about that is not known.
+    Thinking,
     /// The engine renders this model's chats with code of its own.
     Renderer,
     /// The engine builds this tokenizer from its class, and that class is not known here.
@@ -50,6 +58,10 @@ impl Miss {
             Self::Number => "number",
             Self::RequestTemplate => "request_template",
             Self::Harmony => "harmony",
+            Self::SpecialText => "special_text",
+            Self::Parts => "parts",
+            Self::InlineSystem => "inline_system",
+            Self::Thinking => "thinking",
             Self::Renderer => "renderer",
             Self::TokenizerClass => "tokenizer_class",
             Self::Truncate => "truncate",

@@ -8,6 +8,8 @@ mod class;
 mod config;
 mod conversation;
 mod date;
+mod habits;
+mod harmony;
 mod miss;
 mod pipeline;
 mod python;
@@ -21,10 +23,12 @@ pub use miss::Miss;
 pub use slug::ModelSlug;
 
 use config::{ModelConfig, TokenizerConfig};
+use habits::{Habits, Shown};
+use harmony::Harmony;
 use template::{SpecialTokens, Template};
 
 use crate::contract::TokenId;
-use crate::openai::{Chat, Input, Side, TokenOptions, Truncate};
+use crate::openai::{Api, Chat, Input, Side, TokenOptions, Truncate};
 
 /// Tokens of one prompt that are named when the model's length is not known.
 ///
@@ -104,6 +108,8 @@ pub struct Tokenizer {
     vocabulary: tokenizers::Tokenizer,
     special: SpecialTokens,
     templates: Vec<(String, Result<Template, Broken>)>,
+    harmony: Option<Harmony>,
+    habits: Habits,
     text_doubt: Option<Miss>,
     chat_doubt: Option<Miss>,
     options: EngineOptions,
@@ -147,17 +153,22 @@ impl Tokenizer {
             .map_err(LoadError::Config)?
             .unwrap_or_default();
         let pipeline = pipeline::build(&files.tokenizer_json, config.as_ref(), &model, options.rebuild)?;
-        let chat_doubt = if model.is_harmony() {
+        let harmony = if model.is_harmony() { Harmony::new(&pipeline.tokenizer) } else { None };
+        let chat_doubt = if model.is_harmony() && harmony.is_none() {
             Some(Miss::Harmony)
         } else if model.has_own_renderer() {
             Some(Miss::Renderer)
         } else {
             pipeline.doubt
         };
+        let templates = templates(files, config.as_ref());
+        let habits = if harmony.is_some() { Habits::HARMONY } else { habits(&templates, &pipeline.special) };
         Ok(Self {
             vocabulary: pipeline.tokenizer,
             special: pipeline.special,
-            templates: templates(files, config.as_ref()),
+            templates,
+            harmony,
+            habits,
             text_doubt: pipeline.doubt,
             chat_doubt,
             options,
@@ -166,10 +177,11 @@ impl Tokenizer {
 
     /// How far this tokenizer can be trusted.
     pub fn status(&self) -> Status {
-        let template = self.template_named("default");
+        let template = self.template_named("default").filter(|_| self.harmony.is_none());
+        let template_doubt = if self.harmony.is_some() { None } else { self.usable_template(template).err() };
         Status {
             text: self.text_doubt,
-            chat: self.chat_doubt.or_else(|| self.usable_template(template).err()),
+            chat: self.chat_doubt.or(template_doubt),
             template: match template {
                 Some(Err(Broken(reason))) => Some(reason.clone()),
                 Some(Ok(template)) => template.doubt(&self.special).map(str::to_owned),
@@ -180,7 +192,7 @@ impl Tokenizer {
 
     /// Whether chats cannot be rendered because no chat template was handed in.
     pub fn template_missing(&self) -> bool {
-        self.templates.is_empty()
+        self.harmony.is_none() && self.templates.is_empty()
     }
 
     /// The token ids of `input`, at most [`Limits::max_tokens`] of them from the start.
@@ -191,7 +203,7 @@ impl Tokenizer {
         let mut ids = match input {
             Input::Tokens(ids) => truncated_ids(ids.clone(), options, limits)?,
             Input::Text(text) => self.encode(text, true, options, limits)?,
-            Input::Chat(chat) => self.encode(&self.render(chat, limits)?, false, options, limits)?,
+            Input::Chat(chat) => self.chat(chat, options, limits)?,
         };
         if ids.is_empty() {
             return Err(Miss::NoTokens);
@@ -200,20 +212,58 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The text that the engine's chat template makes of `chat`.
+    /// Whether the chat template does so much work that even small chats had better be rendered aside.
+    pub fn is_heavy(&self) -> bool {
+        self.templates.iter().any(|(_, template)| template.as_ref().is_ok_and(Template::is_heavy))
+    }
+
+    fn chat(&self, chat: &Chat, options: &TokenOptions, limits: &Limits) -> Result<Vec<TokenId>, Miss> {
+        let Some(harmony) = &self.harmony else {
+            return self.encode(&self.render(chat, limits)?, false, options, limits);
+        };
+        let prompt = harmony.render(&self.habits.show(chat)?, limits.now)?;
+        let mut ids = Vec::new();
+        for piece in prompt.pieces() {
+            ids.extend(self.encode(piece, false, &TokenOptions::default(), limits)?);
+        }
+        let options = self.options_for(chat, options);
+        Ok(cut(ids, keep(&options, limits)?, options.truncation_side))
+    }
+
+    /// The options that count for a chat. Where the engine makes the tokens without a template it heeds none, or, in the
+    /// Responses API, only how many are kept.
+    pub fn options_for(&self, chat: &Chat, options: &TokenOptions) -> TokenOptions {
+        match (&self.harmony, chat.api) {
+            (None, _) => *options,
+            (Some(_), Api::Responses) => TokenOptions {
+                add_special_tokens: Some(false),
+                truncation_side: options.truncate.map(|_| Side::Left),
+                ..*options
+            },
+            (Some(_), _) => TokenOptions::default(),
+        }
+    }
+
+    /// The text of the prompt for `chat`, whose special tokens stand in it as text.
+    ///
+    /// Its tokens with [`options_for`](Self::options_for) the chat are those of [`tokens`](Self::tokens).
     ///
     /// # Errors
-    /// [`Miss`] as for [`tokens`](Self::tokens).
+    /// [`Miss`] as for [`tokens`](Self::tokens), and [`Miss::Parts`] where only [`tokens`](Self::tokens) can answer.
     pub fn render(&self, chat: &Chat, limits: &Limits) -> Result<String, Miss> {
         if let Some(doubt) = self.chat_doubt {
             return Err(doubt);
+        }
+        if let Some(harmony) = &self.harmony {
+            let prompt = harmony.render(&self.habits.show(chat)?, limits.now)?;
+            return if prompt.cuts.is_empty() { Ok(prompt.text) } else { Err(Miss::Parts) };
         }
         if let Some(given) = &chat.template {
             return self.render_given(given, chat, limits);
         }
         let named = if chat.tools.is_some() { self.template_named("tool_use") } else { None };
         let template = self.usable_template(named.or_else(|| self.template_named("default")))?;
-        template.render(chat, &self.special, limits.now)
+        template.render(&self.habits.show(chat)?, &self.special, limits.now)
     }
 
     /// Renders with a template that the request brings along, or names.
@@ -225,12 +275,12 @@ impl Tokenizer {
         if self.templates.len() > 1
             && let Some(named) = self.template_named(given)
         {
-            return self.usable_template(Some(named))?.render(chat, &self.special, limits.now);
+            return self.usable_template(Some(named))?.render(&Shown::plainly(chat), &self.special, limits.now);
         }
         let template = Template::new(given).map_err(|_not_a_template| Miss::Template)?;
         match template.doubt(&self.special) {
             Some(_) => Err(Miss::Template),
-            None => template.render(chat, &self.special, limits.now),
+            None => template.render(&Shown::plainly(chat), &self.special, limits.now),
         }
     }
 
@@ -302,6 +352,14 @@ fn templates(files: &Files, config: Option<&TokenizerConfig>) -> Vec<(String, Re
     };
     let compile = |source: &str| Template::new(source).map_err(|error| Broken(error.to_string()));
     listed.into_iter().map(|(name, source)| (name, compile(&source))).collect()
+}
+
+/// What the engine makes of a model with these templates. It asks the one for chats without tools and the one for tools.
+fn habits(templates: &[(String, Result<Template, Broken>)], special: &SpecialTokens) -> Habits {
+    let named =
+        |wanted: &str| templates.iter().find(|(name, _)| name == wanted).and_then(|(_, found)| found.as_ref().ok());
+    let asked: Vec<&Template> = ["default", "tool_use"].into_iter().filter_map(named).collect();
+    Habits::with(&asked, special)
 }
 
 /// How many tokens the request wants kept.

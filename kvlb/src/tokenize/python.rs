@@ -19,7 +19,7 @@ pub(super) const NOW: &str = " now";
 /// How much work one rendering may do: about one unit per instruction and per 64 bytes written.
 ///
 /// A chat of 32 MiB copied four times takes two million; a template that loops without end stops within a second.
-const FUEL: u64 = 4_000_000;
+pub(super) const FUEL: u64 = 4_000_000;
 
 /// Python's `range` objects are bounded in the sandbox.
 ///
@@ -37,10 +37,10 @@ pub(super) struct Raised;
 pub(super) struct NoClock;
 
 /// An environment in which templates mean what they mean to the engine.
-pub(super) fn environment() -> Environment<'static> {
+pub(super) fn environment(fuel: u64) -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_syntax(syntax());
-    environment.set_fuel(Some(FUEL));
+    environment.set_fuel(Some(fuel));
     environment.set_debug(false);
     environment.set_formatter(print);
     environment.set_unknown_method_callback(method);

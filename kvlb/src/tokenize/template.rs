@@ -4,21 +4,33 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::conversation::{self, Turn};
 use super::date::WallTime;
+use super::habits::Shown;
 use super::miss::Miss;
 use super::python::{self, NoClock, Raised};
 use super::syntax::{self, NAME, Reading};
 use super::value::{self, Dict};
-use crate::openai::{Chat, Json};
+use crate::openai::Json;
 
 /// What marks the place where the last message is left open. It ends in a space so that a template which trims shows.
 const END_MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// Bytes of a chat that is answered where it arrives, among the requests of others.
+///
+/// The data path sends larger bodies elsewhere, and no chat is larger than its body.
+const SMALL_CHAT: usize = 4 << 10;
+
+/// How much work a small chat may be, a millisecond's worth: many times what the templates of models need for it.
+const SMALL_FUEL: u64 = 40_000;
 
 /// A compiled chat template.
 #[derive(Debug)]
 pub(super) struct Template {
     environment: Environment<'static>,
+    /// The same for small chats; none where even the smallest is much work.
+    hasty: Option<Environment<'static>>,
     reading: Reading,
     source: String,
+    marks_generation: bool,
 }
 
 /// The named special tokens of a tokenizer, as a template sees them: `bos_token` and its like.
@@ -36,11 +48,26 @@ impl Template {
     /// # Errors
     /// The template engine's own, when it is not a template.
     pub(super) fn new(source: &str) -> Result<Self, Error> {
-        let source = plain_source(source);
+        let given = source.replace("\r\n", "\n").replace('\r', "\n");
+        let source = without_generation_tags(&given);
+        let marks_generation = source != given;
         let reading = syntax::read(&source)?;
-        let mut environment = python::environment();
-        environment.add_template_owned(NAME, reading.source.clone())?;
-        Ok(Self { environment, reading, source })
+        let environment = |fuel| {
+            let mut environment = python::environment(fuel);
+            environment.add_template_owned(NAME, reading.source.clone())?;
+            Ok::<_, Error>(environment)
+        };
+        let (environment, hasty) = (environment(python::FUEL)?, Some(environment(SMALL_FUEL)?));
+        let mut template = Self { environment, hasty, reading, source, marks_generation };
+        if template.fill(smallest_chat(), true) == Err(Miss::Work) {
+            template.hasty = None;
+        }
+        Ok(template)
+    }
+
+    /// Whether even the smallest chat is so much work that it had better be done aside.
+    pub(super) fn is_heavy(&self) -> bool {
+        self.hasty.is_none()
     }
 
     /// Why this template's renderings cannot be trusted to be the engine's, if so.
@@ -53,15 +80,21 @@ impl Template {
     ///
     /// # Errors
     /// [`Miss`] where the engine would refuse the chat, and where its text cannot be known.
-    pub(super) fn render(&self, chat: &Chat, special: &SpecialTokens, now: Option<WallTime>) -> Result<String, Miss> {
+    pub(super) fn render(
+        &self,
+        shown: &Shown<'_>,
+        special: &SpecialTokens,
+        now: Option<WallTime>,
+    ) -> Result<String, Miss> {
+        let chat = shown.chat;
         if chat.continue_final_message && chat.add_generation_prompt {
             return Err(Miss::Rejected);
         }
         let knows_developers = self.source.contains("\"developer\"") || self.source.contains("'developer'");
-        let mut turns = conversation::turns(&chat.messages, self.reading.format, knows_developers);
+        let mut turns = conversation::turns(&shown.messages, self.reading.format, knows_developers);
         let open = if chat.continue_final_message { Some(open_end(&mut turns)?) } else { None };
-        let variables = variables(chat, &turns, special, now).ok_or(Miss::Number)?;
-        let text = self.fill(variables)?;
+        let variables = variables(shown, &turns, special, now).ok_or(Miss::Number)?;
+        let text = self.fill(variables, is_small(shown))?;
         match open {
             Some(last) if self.source.contains("content") => cut(text, &last),
             Some(_) => Err(Miss::Rejected),
@@ -69,21 +102,72 @@ impl Template {
         }
     }
 
-    fn fill(&self, variables: Dict) -> Result<String, Miss> {
-        let template = self.environment.get_template(NAME).map_err(|error| why(&error))?;
-        let (text, unknown) = value::watching_prints(|| template.render(Value::from(variables)));
-        match text {
-            Ok(_) if unknown => Err(Miss::Template),
-            Ok(text) => Ok(text),
-            Err(error) => Err(why(&error)),
+    /// Whether the template refuses a system message that does not come first; `None` where that is not known.
+    ///
+    /// The engine asks that of Jinja2 without any of the functions and variables that templates get from it, so a template
+    /// that uses one of them refuses as well.
+    pub(super) fn needs_system_first(&self) -> Option<bool> {
+        if self.marks_generation {
+            return Some(true);
         }
+        match self.outcome(smallest_chat(), false) {
+            Ok(_text) => Some(false),
+            Err(error) if is_of_undefined(&error) => Some(true),
+            Err(error) => matches!(why(&error), Miss::Rejected | Miss::Clock).then_some(true),
+        }
+    }
+
+    fn fill(&self, variables: Dict, small: bool) -> Result<String, Miss> {
+        let (outcome, unknown) = value::watching_prints(|| self.outcome(variables, small));
+        match outcome {
+            Ok(_) if unknown => Err(Miss::Template),
+            outcome => outcome.map_err(|error| why(&error)),
+        }
+    }
+
+    fn outcome(&self, variables: Dict, small: bool) -> Result<String, Error> {
+        let environment = self.hasty.as_ref().filter(|_| small).unwrap_or(&self.environment);
+        environment.get_template(NAME)?.render(Value::from(variables))
     }
 }
 
-/// The source as Jinja2 reads it, without the `generation` tags that only mark a region for training.
-fn plain_source(source: &str) -> String {
-    let source = source.replace("\r\n", "\n").replace('\r', "\n");
-    without_generation_tags(&source)
+/// What a template is tried with: a system message at the front, and another within the conversation.
+fn smallest_chat() -> Dict {
+    let turns = ["system", "user", "system", "user"].map(|role| {
+        let mut turn = Dict::default();
+        turn.push("role", role);
+        turn.push("content", "t");
+        turn.into()
+    });
+    let mut variables = Dict::default();
+    variables.push("messages", value::list(turns.to_vec()));
+    variables.push("add_generation_prompt", false);
+    variables
+}
+
+/// Whether a chat has at most [`SMALL_CHAT`] bytes.
+fn is_small(shown: &Shown<'_>) -> bool {
+    let mut left = SMALL_CHAT;
+    let mut fits = |bytes: usize| left.checked_sub(bytes).inspect(|rest| left = *rest).is_some();
+    let chat = shown.chat;
+    let kwargs = chat.template_kwargs.iter().map(|(_, value)| value);
+    shown.messages.iter().flat_map(|message| &message.content).all(|part| fits(part.text.len()))
+        && shown
+            .messages
+            .iter()
+            .flat_map(|message| message.tool_calls.iter().flatten())
+            .all(|call| has_room(&call.shown, &mut fits))
+        && chat.tools.iter().flatten().chain(&chat.documents).chain(kwargs).all(|value| has_room(value, &mut fits))
+}
+
+/// Whether `fits` takes all of a value.
+fn has_room(value: &Json, fits: &mut impl FnMut(usize) -> bool) -> bool {
+    match value {
+        Json::Text(text) => fits(text.len()),
+        Json::List(items) => fits(1) && items.iter().all(|item| has_room(item, fits)),
+        Json::Map(entries) => entries.iter().all(|(key, value)| fits(key.len()) && has_room(value, fits)),
+        _ => fits(1),
+    }
 }
 
 /// `{% generation %} … {% endgeneration %}` as a `with` block, which scopes in the same way and prints the same.
@@ -133,7 +217,8 @@ fn cut(mut text: String, last: &str) -> Result<String, Miss> {
 /// All variables that the engine passes; `None` where a number among them has no exact form.
 ///
 /// Source: vLLM 0.32.0, `build_chat_params` and `safe_apply_chat_template`; transformers 5.19, `apply_chat_template`.
-fn variables(chat: &Chat, turns: &[Turn<'_>], special: &SpecialTokens, now: Option<WallTime>) -> Option<Dict> {
+fn variables(shown: &Shown<'_>, turns: &[Turn<'_>], special: &SpecialTokens, now: Option<WallTime>) -> Option<Dict> {
+    let chat = shown.chat;
     let mut variables = Dict::default();
     for (name, token) in &special.named {
         variables.push(name, token.as_str());
@@ -144,8 +229,8 @@ fn variables(chat: &Chat, turns: &[Turn<'_>], special: &SpecialTokens, now: Opti
     {
         variables.set(name, value::value(json)?);
     }
-    if let Some(effort) = &chat.reasoning_effort {
-        variables.set("reasoning_effort", Value::from(effort.as_str()));
+    if let Some(effort) = shown.effort {
+        variables.set("reasoning_effort", Value::from(effort));
         if !chat.template_kwargs.iter().any(|(name, _)| name == "enable_thinking") {
             variables.set("enable_thinking", Value::from(effort != "none"));
         }
@@ -171,6 +256,17 @@ fn tools(tools: Option<&[Json]>) -> Option<Value> {
     match tools {
         None => Some(Value::from(())),
         Some(tools) => tools.iter().map(value::value).collect::<Option<_>>().map(value::list),
+    }
+}
+
+/// Whether a rendering failed because something undefined was used as if it were there (`bos_token + content`), which
+/// Jinja2 refuses as well.
+fn is_of_undefined(error: &Error) -> bool {
+    let detail = error.detail().unwrap_or_default();
+    match error.kind() {
+        ErrorKind::UndefinedError => true,
+        ErrorKind::InvalidOperation => detail.contains("operator on unsupported types") && detail.contains("undefined"),
+        _ => false,
     }
 }
 

@@ -1,10 +1,12 @@
 //! What the small tokenizer of the tests makes of prompts.
 
+use std::sync::OnceLock;
+
 use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
-use crate::openai::{Json, Message, Part};
+use crate::openai::{self, Json, Message, Part, ToolCall};
 
 const TOKENIZER: &[u8] = include_bytes!("../../../tests/golden/tiny-tokenizer/tokenizer.json");
 const CONFIG: &[u8] = include_bytes!("../../../tests/golden/tiny-tokenizer/tokenizer_config.json");
@@ -19,6 +21,24 @@ fn load(files: &Files) -> Tokenizer {
 
 fn tiny() -> Tokenizer {
     load(&files())
+}
+
+/// The small tokenizer's file with Harmony's control tokens, `shift` behind where Harmony has them.
+pub(super) fn harmony_file(shift: u32) -> serde_json::Value {
+    let mut file: serde_json::Value = serde_json::from_slice(TOKENIZER).unwrap();
+    for (token, id) in harmony::CONTROL {
+        file["model"]["vocab"][token] = json!(id + shift);
+        let added = json!({"id": id + shift, "content": token, "special": true, "normalized": false,
+            "single_word": false, "lstrip": false, "rstrip": false});
+        file["added_tokens"].as_array_mut().unwrap().push(added);
+    }
+    file
+}
+
+/// A tokenizer of a model that speaks Harmony.
+fn speaking_harmony() -> Tokenizer {
+    let config = Some(br#"{"model_type": "gpt_oss"}"#.to_vec());
+    load(&Files { tokenizer_json: harmony_file(0).to_string().into_bytes(), config, ..files() })
 }
 
 /// The small tokenizer with a special token before and after each text.
@@ -45,7 +65,7 @@ fn ids(tokenizer: &Tokenizer, text: &str, options: TokenOptions) -> Result<Vec<u
 }
 
 fn message(role: &str, text: &str) -> Message {
-    Message { role: role.into(), content: vec![Part { text: text.into(), extra: Vec::new() }], ..Message::default() }
+    Message { role: role.into(), content: vec![Part { text: text.into(), ..Part::default() }], ..Message::default() }
 }
 
 fn chat(messages: Vec<Message>) -> Chat {
@@ -144,8 +164,9 @@ fn a_chat_is_rendered_with_the_model_s_own_template() {
 #[test]
 fn tools_and_tool_calls_are_written_as_python_writes_them() {
     let json = |text: &str| serde_json::from_str::<Json>(text).unwrap();
-    let call =
+    let shown =
         json(r#"{"id": "c", "function": {"arguments": {"city": "Paris", "n": 2.0}, "name": "f"}, "type": "function"}"#);
+    let call = ToolCall { shown, arguments: String::new() };
     let assistant = Message { tool_calls: Some(vec![call]), ..message("assistant", "") };
     let mut chat = chat(vec![message("user", "Hi"), assistant]);
     chat.tools = Some(vec![json(r#"{"type": "function", "function": {"name": "f", "description": null}}"#)]);
@@ -303,6 +324,129 @@ fn files_that_are_none_are_errors() {
     assert_eq!(broken(Files { config, ..files() }), "config.json is not understood");
 }
 
+#[test]
+fn a_template_that_loops_is_known_for_it_and_a_small_chat_that_makes_one_loop_stops_soon() {
+    let tokenizer = |source: &str| load(&Files { chat_template: Some(source.into()), ..files() });
+    let always = "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}";
+    assert!(tokenizer(always).is_heavy());
+    let sometimes = tokenizer(&format!("{{% if tools %}}{always}{{% endif %}}"));
+    assert!(!sometimes.is_heavy() && !tiny().is_heavy());
+    let chat = Chat { tools: Some(vec![Json::Map(Vec::new())]), ..hello() };
+    assert_eq!(sometimes.render(&chat, &Limits::default()), Err(Miss::Work));
+    // Enough for a small chat's own template, and as much as ever for a large one.
+    let loops =
+        |turns: usize| "{% for i in range(TURNS) %}{% set x = i %}{% endfor %}y".replace("TURNS", &turns.to_string());
+    let large = Chat { messages: vec![message("user", &"x".repeat(5000))], ..hello() };
+    let render = |source: &str, chat: &Chat| tokenizer(source).render(chat, &Limits::default());
+    assert_eq!(render(&loops(2000), &hello()).unwrap(), "y");
+    let guarded = format!("{{% if messages[0].content | length > 20 %}}{}{{% endif %}}", loops(50_000));
+    assert_eq!(render(&guarded, &large).unwrap(), "y");
+    let small = Chat { messages: vec![message("user", &"x".repeat(30))], ..hello() };
+    assert_eq!(render(&guarded, &small), Err(Miss::Work));
+}
+
+#[test]
+fn a_model_that_speaks_harmony_needs_no_template_and_heeds_no_options() {
+    let tokenizer = speaking_harmony();
+    assert!(!tokenizer.template_missing() && tokenizer.status() == Status { text: None, chat: None, template: None });
+    let limits = Limits { now: Some(WallTime::from_seconds(0)), max_model_len: Some(20), ..Limits::default() };
+    let given = TokenOptions { add_special_tokens: Some(true), truncate: TO(3), truncation_side: Some(Side::Right) };
+    let tokens =
+        |chat: Chat, options: TokenOptions| tokenizer.tokens(&Input::Chat(Box::new(chat)), &options, &limits).unwrap();
+    let plain = tokens(hello(), TokenOptions::default());
+    assert_eq!(tokens(hello(), given), plain);
+    // By the Responses API a prompt is cut to what fits the model.
+    let fitting = TokenOptions { truncate: Some(Truncate::ToModel { reserve: 0 }), ..TokenOptions::default() };
+    assert_eq!(tokens(Chat { api: Api::Responses, ..hello() }, fitting), plain[plain.len() - 20..]);
+    // Its text becomes the same tokens.
+    let text = tokenizer.render(&hello(), &limits).unwrap();
+    let options = TokenOptions { add_special_tokens: Some(false), ..TokenOptions::default() };
+    assert_eq!(tokenizer.tokens(&Input::Text(text), &options, &limits).unwrap(), plain);
+    let mut parts = hello();
+    parts.messages[0].content.push(Part { text: "x".into(), ..Part::default() });
+    assert_eq!(tokenizer.render(&parts, &limits), Err(Miss::Parts));
+    assert_eq!(tokens(parts, TokenOptions::default()).len(), plain.len() + 1);
+}
+
+fn inline(source: &str) -> Result<String, Miss> {
+    let messages = ["a", "b", "c"].map(|text| message(if text == "b" { "user" } else { "system" }, text));
+    rendered(source, &Chat { api: Api::Messages, ..chat(messages.to_vec()) })
+}
+
+#[test]
+fn system_messages_within_a_conversation_go_to_the_front_where_the_template_wants_them_there() {
+    let all = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}";
+    assert_eq!(inline(all).unwrap(), "s:a u:b s:c ");
+    let first = format!(
+        "{{% for m in messages %}}{{% if m.role == 'system' and not loop.first %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% endfor %}}{all}"
+    );
+    assert_eq!(inline(&first).unwrap(), "s:ac u:b ");
+    // The engine asks without special tokens, and takes what goes wrong then for a no.
+    let special = "{% for m in messages %}{{ eos_token + m.content }}{% endfor %}";
+    assert_eq!(inline(special).unwrap(), "<|im_end|>ac<|im_end|>b");
+    let clock = format!("{{% if messages | length == 4 %}}{{% set day = strftime_now('%d') %}}{{% endif %}}{all}");
+    assert_eq!(inline(&clock).unwrap(), "s:ac u:b ");
+    let unknown = format!("{all}{{% if messages | length == 4 %}}{{{{ messages | no_such_filter }}}}{{% endif %}}");
+    assert_eq!(inline(&unknown), Err(Miss::InlineSystem));
+}
+
+#[test]
+fn no_thinking_is_the_effort_none_unless_the_template_makes_nothing_of_it() {
+    let off = |source: &str| rendered(source, &Chat { thinking_off: true, ..hello() });
+    assert_eq!(off("{{ reasoning_effort }} {{ enable_thinking }}").unwrap(), "none False");
+    assert_eq!(off("{{ enable_thinking }}").unwrap(), "False");
+    assert_eq!(off("plain").unwrap(), "plain");
+    // As of an effort that it does not know.
+    let unknown = "{% if reasoning_effort == 'low' %}little{% else %}much{% endif %}";
+    assert_eq!(off(unknown).unwrap(), "little");
+    let refuses = "{% if reasoning_effort == 'none' %}{{ raise_exception('no') }}{% endif %}{{ reasoning_effort }}";
+    assert_eq!(off(refuses).unwrap(), "low");
+}
+
+/// JSON that looks like what clients send, in any order and any place.
+fn json_like() -> impl Strategy<Value = serde_json::Value> {
+    const WORDS: &str = "user assistant system developer tool text input_text output_text image_url thinking tool_use tool_result function \
+        message function_call function_call_output reasoning reasoning_text auto none low disabled object string array c1 {} {\"a\":1} <|start|>";
+    let words: Vec<&str> = WORDS.split_whitespace().collect();
+    let leaf = prop_oneof![
+        4 => prop::sample::select(words).prop_map(serde_json::Value::from),
+        1 => any::<bool>().prop_map(serde_json::Value::from),
+        1 => any::<i64>().prop_map(serde_json::Value::from),
+        1 => any::<f64>().prop_map(serde_json::Value::from),
+        1 => "\\PC{0,6}".prop_map(serde_json::Value::from),
+        1 => Just(serde_json::Value::Null),
+    ];
+    leaf.prop_recursive(6, 60, 6, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..5).prop_map(serde_json::Value::from),
+            prop::collection::vec((prop::sample::select(keys()), inner), 0..6)
+                .prop_map(|entries| entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()),
+        ]
+    })
+}
+
+fn keys() -> Vec<&'static str> {
+    "role content type text name tool_calls id function arguments tool_call_id tool_use_id input output call_id summary status parameters properties \
+     input_schema description default enum oneOf items required nullable effort strict reasoning thinking"
+        .split_whitespace()
+        .collect()
+}
+
+/// A body with some of the fields that the three chat APIs have.
+fn body() -> impl Strategy<Value = serde_json::Value> {
+    const FIELDS: &str = "messages input instructions system tools documents chat_template_kwargs reasoning thinking output_config \
+        truncation truncate_prompt_tokens add_generation_prompt continue_final_message reasoning_effort";
+    let message = json_like().prop_map(|content| json!({"role": "user", "content": content, "type": "message"}));
+    let list = prop::collection::vec(prop_oneof![message, json_like()], 1..4).prop_map(serde_json::Value::from);
+    let value = prop_oneof![2 => list, 3 => json_like()];
+    let fields: Vec<&str> = FIELDS.split_whitespace().collect();
+    let rest = prop::collection::vec((prop::sample::select(fields), value.clone()), 0..4);
+    (value.clone(), value, rest).prop_map(|(messages, input, rest)| {
+        let given = [("messages", messages), ("input", input)];
+        given.into_iter().chain(rest).map(|(key, value)| (key.to_owned(), value)).collect()
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -329,5 +473,21 @@ proptest! {
     fn any_template_has_an_answer(source in r"(\{\{ ?(messages|x|y)(\.[a-z]{1,6}|\[[-0-9:]{1,4}\]| ?\| ?[a-z]{3,8}|\(\))? ?\}\}|\{% ?(if x|endif|for m in messages|endfor|set y = x|else|break) ?%\}|[a-z \n]{0,4}){0,8}", x in 0_i128..9) {
         let chat = Chat { template_kwargs: vec![("x".into(), Json::Int(x))], ..hello() };
         let _answer = rendered(&source, &chat);
+    }
+
+    /// No body of any API makes parsing or rendering panic, with a template or without one.
+    #[test]
+    fn any_body_has_an_answer(body in body()) {
+        static TOKENIZERS: OnceLock<[Tokenizer; 2]> = OnceLock::new();
+        let tokenizers = TOKENIZERS.get_or_init(|| [tiny(), speaking_harmony()]);
+        for path in ["/v1/chat/completions", "/v1/messages", "/v1/responses"] {
+            let body = body.to_string();
+            let request = openai::Request { method: "POST", path, model_header: None, body: body.as_bytes() };
+            let Ok(prompt) = openai::parse(&request) else { continue };
+            let limits = Limits { now: Some(WallTime::from_seconds(0)), ..Limits::default() };
+            for tokenizer in tokenizers {
+                let _ids = tokenizer.tokens(&prompt.inputs[0], &prompt.options, &limits);
+            }
+        }
     }
 }

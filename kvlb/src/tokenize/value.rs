@@ -46,7 +46,7 @@ pub(super) fn value(json: &Json) -> Option<Value> {
 /// A number that Python and Rust write with the same digits and without an exponent.
 ///
 /// Source: Python writes an exponent below 1e-4 and from 1e16 on.
-fn plain_float(float: f64) -> Option<f64> {
+pub(super) fn plain_float(float: f64) -> Option<f64> {
     let size = float.abs();
     (size == 0.0 || (1e-4..1e16).contains(&size)).then_some(float)
 }

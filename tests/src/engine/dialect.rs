@@ -87,10 +87,11 @@ pub(super) fn closing(answer: &Answer, call: &Call) -> Vec<String> {
     let (id, whole) = (item_id(answer), text(answer));
     let part = part(whole);
     vec![
-        numbered(
+        // Recorded: here the number comes before the text.
+        frame(
             "response.output_text.done",
-            number,
-            json!({"content_index": 0, "item_id": id, "logprobs": [], "output_index": 0, "text": whole}),
+            &json!({"content_index": 0, "item_id": id, "logprobs": [], "output_index": 0, "sequence_number": number,
+                    "text": whole, "type": "response.output_text.done"}),
         ),
         numbered(
             "response.content_part.done",

@@ -206,7 +206,7 @@ impl Fleet {
             wanted(&last).then(|| last.clone())
         });
         let found = found.await;
-        found.with_context(|| format!("endpoint {number}: {last}"))
+        found.with_context(|| format!("endpoint {number}: {last}; the log ends:\n{}", self.log_end()))
     }
 
     /// Kills kvlb and starts it again on the same state.

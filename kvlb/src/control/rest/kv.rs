@@ -99,6 +99,21 @@ pub(super) async fn status(State(api): Shared, pairs: Pairs) -> Result<Json<Valu
     .await
 }
 
+/// What the endpoints' caches spared, of one rule or of all.
+pub(super) async fn savings(State(api): Shared, pairs: Pairs) -> Result<Json<Value>, Problem> {
+    let pairs = query(pairs, &["service_id"])?;
+    let live = Arc::clone(&api.live);
+    let rules: Vec<Arc<Rule>> = match member(&pairs, "service_id") {
+        Some(id) => vec![rule(&api, Some(id))?],
+        None => api.store()?.entries().iter().filter_map(|entry| entry.rule.as_ref().ok().cloned()).collect(),
+    };
+    off_thread(move || {
+        let services: Vec<_> = rules.iter().map(|rule| view::savings(rule, &*live)).collect();
+        Json(json!({"services": services}))
+    })
+    .await
+}
+
 /// Every leg of a rule's contract. Asks the engines, and changes nothing.
 pub(super) async fn preflight(State(api): Shared, pairs: Pairs) -> Result<Json<Value>, Problem> {
     let pairs = query(pairs, &["service_id"])?;

@@ -77,6 +77,21 @@ pub(super) fn kv_status(rule: &Rule, live: &dyn Live) -> Value {
     })
 }
 
+/// What the caches of a rule's subscribed endpoints spared.
+pub(super) fn savings(rule: &Rule, live: &dyn Live) -> Value {
+    let endpoint = |(position, endpoint): (usize, &Endpoint)| {
+        let savings = live.savings(rule.id, position)?;
+        Some(json!({
+            "ep_idx": position,
+            "endpointIP": endpoint.key.host,
+            "targetPort": endpoint.key.port,
+            "savings": savings,
+        }))
+    };
+    let endpoints: Vec<_> = rule.endpoints.iter().enumerate().filter_map(endpoint).collect();
+    json!({"service_id": rule.id.0, "name": rule.name, "endpoints": endpoints})
+}
+
 /// Every endpoint of every rule in force, as LoxiLB's `GET /config/endpoint/all` shows its probe objects.
 pub(super) fn hosts(entries: &[Arc<Entry>], live: &dyn Live) -> Vec<Value> {
     let mut shown = Vec::new();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::clock;
 use crate::fleet::Limits;
@@ -42,6 +42,11 @@ pub(in crate::proxy) struct Fake {
     pub(super) half_close: AtomicBool,
     pub(super) usage: AtomicBool,
     pub(super) heavy: AtomicBool,
+    /// Bodies from this size on are heavy.
+    pub(super) heavy_from: AtomicUsize,
+    /// Heavy decisions begun; they do not end while the gate is shut.
+    pub(super) begun: AtomicUsize,
+    pub(super) gate: RwLock<()>,
     pub(super) decision_takes: Mutex<Duration>,
     pub(super) panics: AtomicBool,
     pub(super) retries_left: AtomicI64,
@@ -68,6 +73,9 @@ impl Fake {
             half_close: AtomicBool::new(false),
             usage: AtomicBool::new(true),
             heavy: AtomicBool::new(false),
+            heavy_from: AtomicUsize::new(usize::MAX),
+            begun: AtomicUsize::new(0),
+            gate: RwLock::default(),
             decision_takes: Mutex::default(),
             panics: AtomicBool::new(false),
             retries_left: AtomicI64::new(i64::MAX),
@@ -161,12 +169,17 @@ impl Backplane for FakePlane {
         Ok(Survey { inspect: *self.0.inspect.lock(), body_limit: self.0.limits.lock().request_body })
     }
 
-    fn is_heavy(&self, _request: &Request) -> bool {
-        self.0.heavy.load(Ordering::SeqCst)
+    fn is_heavy(&self, request: &Request) -> bool {
+        let from = self.0.heavy_from.load(Ordering::SeqCst);
+        self.0.heavy.load(Ordering::SeqCst) || matches!(request.body(), Body::Whole(body) if body.len() >= from)
     }
 
     fn begin(&self, request: &Request) -> Result<FakeCall, Reply> {
         assert!(!self.0.panics.load(Ordering::SeqCst), "on purpose");
+        if self.is_heavy(request) {
+            self.0.begun.fetch_add(1, Ordering::SeqCst);
+            drop(self.0.gate.read());
+        }
         let takes = *self.0.decision_takes.lock();
         if !takes.is_zero() {
             std::thread::sleep(takes);
@@ -306,6 +319,10 @@ impl Meter for Counts {
         counts.insert("body bytes held".to_owned(), pulse.body_bytes_held as u64);
         counts.insert("buffers".to_owned(), pulse.buffer_bytes as u64);
         *counts.entry("ticks".to_owned()).or_default() += 1;
+        *counts.entry("busy ticks".to_owned()).or_default() += u64::from(pulse.held.is_some());
+        let held = u64::try_from(pulse.held.unwrap_or_default().as_millis()).unwrap();
+        let longest = counts.entry("longest hold".to_owned()).or_default();
+        *longest = held.max(*longest);
     }
 }
 

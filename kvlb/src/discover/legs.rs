@@ -8,7 +8,7 @@ use crate::contract::{HashAlgo, KeyEra, NoneSeed, TokenId};
 use crate::fleet::{EngineFacts, Fact, Keying, Missing};
 use crate::state::kv::ReplayState;
 
-use Verdict::{Broken, Ok, Unknown, Warn};
+use Verdict::{Broken, Ok as Holds, Unknown, Warn};
 
 /// The oldest vLLM whose names of blocks are known: before, digests are chained in other ways.
 const OLDEST: (u32, u32) = (0, 10);
@@ -48,7 +48,7 @@ pub(super) fn version(facts: &EngineFacts) -> Row {
         return Row::new("version", Broken, &version.text, "0.10.2 and later")
             .advise("older engines name blocks in ways that no rule can ask for: use a newer one");
     }
-    Row::new("version", Ok, &version.text, era)
+    Row::new("version", Holds, &version.text, era)
 }
 
 pub(super) fn model(ours: &Ours, facts: &EngineFacts) -> Row {
@@ -66,7 +66,7 @@ pub(super) fn model(ours: &Ours, facts: &EngineFacts) -> Row {
         Some(wanted) if !listed.contains(&wanted.as_str()) => Row::new("model", Broken, shown, wanted)
             .advise("create the rule with the model_name that the engine lists, or start it with --served-model-name"),
         _ if listed.is_empty() => Row::new("model", Unknown, "lists none", wanted),
-        _ => Row::new("model", Ok, shown, wanted),
+        _ => Row::new("model", Holds, shown, wanted),
     }
 }
 
@@ -81,7 +81,7 @@ pub(super) fn template(facts: &EngineFacts, ours: &OurTokens) -> Row {
 /// Both sides' tokens of those samples that are chats, or are none.
 fn compare(leg: &'static str, facts: &EngineFacts, ours: &OurTokens, chats: bool) -> Row {
     let ours = match ours {
-        Result::Ok(ours) => ours,
+        Ok(ours) => ours,
         Err(why) => {
             return Row::new(leg, Broken, "", "none staged")
                 .advise(format!("{why}; without it no prompt can be named"));
@@ -95,8 +95,8 @@ fn compare(leg: &'static str, facts: &EngineFacts, ours: &OurTokens, chats: bool
             continue;
         }
         match (engine, ours) {
-            (Fact::Known(engine), Result::Ok(ours)) if engine == ours => compared += 1,
-            (Fact::Known(engine), Result::Ok(ours)) => return differ(leg, number, engine, ours),
+            (Fact::Known(engine), Ok(ours)) if engine == ours => compared += 1,
+            (Fact::Known(engine), Ok(ours)) => return differ(leg, number, engine, ours),
             (Fact::Known(engine), Err(why)) => {
                 let advice = if chats {
                     "stage the model's chat_template.jinja or tokenizer_config.json; chats go by the selector until then"
@@ -118,7 +118,7 @@ fn compare(leg: &'static str, facts: &EngineFacts, ours: &OurTokens, chats: bool
     let agreed = format!("{compared} texts, same tokens");
     unknown.unwrap_or_else(|| match compared {
         0 => Row::new(leg, Unknown, "/tokenize: not asked", "staged"),
-        _ => Row::new(leg, Ok, agreed, "staged"),
+        _ => Row::new(leg, Holds, agreed, "staged"),
     })
 }
 
@@ -146,7 +146,7 @@ fn proved(leg: &'static str, contract: &Contract, engine: &str, ours: &str) -> O
         Contract::Unverified | Contract::Mismatch { .. } => return None,
     };
     let engine = if engine.is_empty() { by.to_owned() } else { format!("{engine}: {by}") };
-    Some(Row::new(leg, Ok, engine, ours))
+    Some(Row::new(leg, Holds, engine, ours))
 }
 
 pub(super) fn block_size(ours: &Ours, facts: &EngineFacts, contract: &Contract) -> Row {
@@ -159,7 +159,7 @@ pub(super) fn block_size(ours: &Ours, facts: &EngineFacts, contract: &Contract) 
         return Row::new("block_size", Broken, shown, rule).advise(detail);
     }
     match engine {
-        Some(size) if size == ours.block_size.get() => Row::new("block_size", Ok, shown, rule),
+        Some(size) if size == ours.block_size.get() => Row::new("block_size", Holds, shown, rule),
         Some(size) => Row::new("block_size", Broken, shown, &rule)
             .advise(format!("create the rule with kvBlockSize {size}, or start the engine with --block-size {rule}")),
         None => Row::new("block_size", Unknown, why(&facts.cache, "does not say"), rule)
@@ -171,7 +171,7 @@ pub(super) fn algorithm(ours: &Ours, facts: &EngineFacts, contract: &Contract) -
     let engine = facts.cache.known().and_then(|cache| cache.hash_algo.clone());
     let (shown, rule) = (engine.clone().unwrap_or_default(), ours.algo.label());
     if ours.keying == Keying::Rehash {
-        return Row::new("algorithm", Ok, shown, NOT_NEEDED);
+        return Row::new("algorithm", Holds, shown, NOT_NEEDED);
     }
     if let Some(row) = proved("algorithm", contract, &shown, rule) {
         return row;
@@ -180,7 +180,7 @@ pub(super) fn algorithm(ours: &Ours, facts: &EngineFacts, contract: &Contract) -
         return Row::new("algorithm", Broken, shown, rule).advise(format!("{detail}{}", meanwhile(ours)));
     }
     match engine {
-        Some(algo) if algo == rule => Row::new("algorithm", Ok, shown, rule),
+        Some(algo) if algo == rule => Row::new("algorithm", Holds, shown, rule),
         Some(algo) if algo.parse::<HashAlgo>().is_ok() => Row::new("algorithm", Broken, shown, rule).advise(format!(
             "create the rule with kvHashAlgo {algo}, or start the engine with --prefix-caching-hash-algo {rule}"
         )),
@@ -198,7 +198,7 @@ pub(super) fn seed(ours: &Ours, facts: &EngineFacts, heard: &Heard) -> Row {
         NoneSeed::Unset => "LLB_KV_NONE_HASH_SEED unset".to_owned(),
     };
     if ours.keying == Keying::Rehash {
-        return Row::new("seed", Ok, "any", NOT_NEEDED);
+        return Row::new("seed", Holds, "any", NOT_NEEDED);
     }
     if let Some(row) = proved("seed", &heard.contract, "", &rule) {
         return row;
@@ -251,7 +251,7 @@ fn how_to_see_the_seed() -> &'static str {
 pub(super) fn prefix_caching(facts: &EngineFacts) -> Row {
     let on = facts.cache.known().and_then(|cache| cache.prefix_caching);
     match on {
-        Some(true) => Row::new("prefix_caching", Ok, "on", "needed"),
+        Some(true) => Row::new("prefix_caching", Holds, "on", "needed"),
         Some(false) => Row::new("prefix_caching", Broken, "off", "needed")
             .advise("start the engine with --enable-prefix-caching: without it there is nothing to route to"),
         None => Row::new("prefix_caching", Unknown, why(&facts.cache, "does not say"), "needed")
@@ -265,7 +265,7 @@ pub(super) fn events(facts: &EngineFacts, socket: Option<&Socket>) -> Row {
     match &facts.sources {
         Fact::Known(sources) => match sources.values().find(|source| !source.is_open()) {
             None if sources.is_empty() => row(Broken, "off").advise(EVENTS_ON),
-            None => row(Ok, "on"),
+            None => row(Holds, "on"),
             Some(source) if !source.enabled => row(Broken, "off").advise(EVENTS_ON),
             Some(source) if source.publisher != "zmq" => {
                 row(Broken, &format!("on, publisher {:?}", source.publisher)).advise(EVENTS_ON)
@@ -274,7 +274,7 @@ pub(super) fn events(facts: &EngineFacts, socket: Option<&Socket>) -> Row {
                 .advise("let the engine bind a TCP port: \"endpoint\": \"tcp://*:5557\" in its --kv-events-config"),
         },
         Fact::Missing(why) => match socket {
-            Some(Socket::Open) => row(Ok, "on (heard)"),
+            Some(Socket::Open) => row(Holds, "on (heard)"),
             Some(Socket::Closed(_)) => row(Broken, "nobody publishes").advise(EVENTS_ON),
             None => row(Unknown, &format!("/kv_event_sources: {why}")).advise("vLLM tells from 0.31 on"),
         },
@@ -288,11 +288,11 @@ pub(super) fn event_port(ours: &Ours, facts: &EngineFacts, socket: Option<&Socke
     match (told, socket) {
         (Some(port), _) if port != ours.zmq_port => Row::new("event_port", Broken, shown, rule)
             .advise(format!("create the rule with kvZmqPort {port}, or let the engine publish at {}", ours.zmq_port)),
-        (_, Some(Socket::Open)) => Row::new("event_port", Ok, "reached", rule),
+        (_, Some(Socket::Open)) => Row::new("event_port", Holds, "reached", rule),
         (_, Some(Socket::Closed(why))) => Row::new("event_port", Broken, format!("not reached: {why}"), rule).advise(
             format!("on the engine's host, `ss -tln | grep :{}` must show a listener; open the port", ours.zmq_port),
         ),
-        (Some(_), None) => Row::new("event_port", Ok, shown, rule),
+        (Some(_), None) => Row::new("event_port", Holds, shown, rule),
         (None, None) => Row::new("event_port", Unknown, shown, rule),
     }
 }
@@ -308,7 +308,7 @@ pub(super) fn ranks(ours: &Ours, facts: &EngineFacts) -> Row {
         return Row::new("ranks", Broken, shown, rule)
             .advise(format!("create the rule with kvDpRankCount {engine}: each rank is a cache of its own"));
     }
-    Row::new("ranks", Ok, shown, rule)
+    Row::new("ranks", Holds, shown, rule)
 }
 
 /// Replay is a convenience: without it an inventory fills with what is announced from now on.
@@ -319,12 +319,12 @@ pub(super) fn replay(ours: &Ours, facts: &EngineFacts, replay: ReplayState) -> R
     let told = facts.first_source().and_then(crate::fleet::EventSource::replay_port);
     let rule = port.to_string();
     match (replay, told) {
-        (ReplayState::Applied, _) => Row::new("replay", Ok, "answered", rule),
+        (ReplayState::Applied, _) => Row::new("replay", Holds, "answered", rule),
         (_, Some(told)) if told != port => {
             Row::new("replay", Warn, told.to_string(), rule).advise(format!("create the rule with kvReplayPort {told}"))
         }
         (ReplayState::Unavailable, _) => Row::new("replay", Warn, "does not answer", rule).advise(REPLAY_ON),
-        (_, Some(told)) => Row::new("replay", Ok, told.to_string(), rule),
+        (_, Some(told)) => Row::new("replay", Holds, told.to_string(), rule),
         (_, None) => Row::new("replay", Warn, "has not answered yet", rule).advise(REPLAY_ON),
     }
 }
@@ -348,7 +348,7 @@ pub(super) fn metrics(facts: &EngineFacts) -> Row {
             .advise(format!("use an engine that reports them{old}"));
     }
     match of_requests.len() {
-        0 => Row::new("metrics", Ok, "all", needed),
+        0 => Row::new("metrics", Holds, "all", needed),
         n if n == SERIES_OF_REQUESTS.len() => {
             Row::new("metrics", Unknown, format!("without {}", of_requests.join(", ")), needed)
                 .advise("some versions register them with their first request: send one and run this again")

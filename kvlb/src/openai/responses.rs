@@ -7,7 +7,7 @@ use super::body::{self, Fields};
 use super::chat::{self, Object, object};
 use super::json::Json;
 use super::miss::{Miss, NoText, Unsupported};
-use super::prompt::{Api, Chat, Message, Part, TokenOptions, ToolCall, Truncate};
+use super::prompt::{Api, Chat, Message, Part, PartKind, TokenOptions, ToolCall, Truncate};
 
 /// The chat of a request to `/v1/responses`.
 pub(super) fn chat(fields: &Fields<'_>) -> Result<Chat, Miss> {
@@ -94,7 +94,7 @@ fn message(mut item: Object) -> Result<Message, Miss> {
         "user" | "system" | "developer" => false,
         _ => return Err(Unsupported::Item.into()),
     };
-    let content = match item.take("content") {
+    let mut content = match item.take("content") {
         Some(Json::Text(text)) => vec![part(text)],
         Some(list @ Json::List(_)) => parts(list)?,
         _ => return Err(Unsupported::Shape.into()),
@@ -103,22 +103,23 @@ fn message(mut item: Object) -> Result<Message, Miss> {
     if is_assistant && content.is_empty() {
         return Err(Unsupported::Shape.into());
     }
-    Ok(Message { role, content, ..Message::default() })
-}
-
-/// Parts of text; what else there is in them is bookkeeping of the API.
-fn parts(value: Json) -> Result<Vec<Part>, Miss> {
-    let Json::List(list) = value else { return Err(Unsupported::Shape.into()) };
-    let is_text = |part: &Part| part.kind == super::PartKind::Directed;
-    let parts = chat::content(Some(Json::List(list)))?;
-    if !parts.iter().all(|part| is_text(part) && part.extra.iter().all(|(key, _)| is_bookkeeping(key))) {
-        return Err(Unsupported::Shape.into());
+    if is_assistant {
+        // Nothing but its text is kept.
+        content.iter_mut().for_each(|part| part.extra.clear());
+        return Ok(Message { role, content, ..Message::default() });
     }
-    Ok(parts.into_iter().map(|part| Part { extra: Vec::new(), ..part }).collect())
+    if role == "developer" && item.has("tools") {
+        return Err(Unsupported::Tools.into());
+    }
+    let (name, task) = (item.take("name").and_then(chat::into_text), item.take("task").and_then(chat::into_text));
+    Ok(Message { role, content, name, task, ..Message::default() })
 }
 
-fn is_bookkeeping(key: &str) -> bool {
-    matches!(key, "annotations" | "logprobs")
+/// Parts of text.
+fn parts(value: Json) -> Result<Vec<Part>, Miss> {
+    let parts = chat::content(Some(value))?;
+    let directed = parts.iter().all(|part| part.kind == PartKind::Directed);
+    if directed { Ok(parts) } else { Err(Unsupported::Shape.into()) }
 }
 
 fn function_call(mut item: Object) -> Result<Message, Miss> {

@@ -232,7 +232,9 @@ fn what_the_responses_api_takes_besides_text_has_its_detail() {
     );
     assert_eq!(item(r#"{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}"#), "images");
     assert_eq!(item(r#"{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}"#), "images");
-    assert_eq!(item(r#"{"role": "user", "content": [{"type": "input_text", "text": "x", "y": 1}]}"#), "shape");
+    assert_eq!(item(r#"{"role": "user", "content": [{"type": "text", "text": "x"}]}"#), "shape");
+    assert_eq!(item(r#"{"role": "assistant", "content": []}"#), "shape");
+    assert_eq!(item(r#"{"role": "developer", "content": "x", "tools": [1]}"#), "tools");
     assert_eq!(detail(r#""input": "x", "previous_input_messages": []"#), "previous_response");
     assert_eq!(detail(r#""input": "x", "tools": [{"type": "web_search_preview"}]"#), "tools");
     assert_eq!(detail(r#""input": "x", "truncation": "some""#), "options");

@@ -12,7 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvlb::clock;
 use kvlb::contract::attest::{Attestor, Contract, Leg};
-use kvlb::contract::{BlockHash, BlockSize, EngineAlgo, HashAlgo, KeyEra, NoneSeed, TokenId};
+use kvlb::contract::{BlockHash, BlockSize, HashAlgo, KeyEra, NoneSeed, TokenId};
 use kvlb::ingest::{ReplayPort, Subscription, follow};
 use kvlb::state::index::{Index, IndexConfig};
 use kvlb::state::kv::{EndpointKv, ReplayState};
@@ -648,7 +648,7 @@ async fn the_engines_own_label_names_an_uncommon_seed_and_bounds_the_inventory()
     let mut engine = Engine::start(Answers::WithTopic).await;
     let subscription = Subscription { http: Some(authority), ..subscription(engine.port, engine.replay_port) };
     let follower = Follower::start(subscription, attestor());
-    let algo = EngineAlgo::Sha256Cbor;
+    let algo = HashAlgo::Sha256Cbor;
     let tokens: Vec<_> = (0..16).map(TokenId).collect();
     let root = algo.none_hash(&NoneSeed::Text("an uncommon seed".into())).unwrap();
     let name = algo.step(&root, &tokens, kvlb::contract::BlockExtra::default(), KeyEra::Tagged).unwrap().name();

@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::desk;
+use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
+use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
 use crate::router::{self, Overlap, View as _};
@@ -21,16 +23,42 @@ use crate::telemetry::Metrics;
 /// How blocks are named here: as the engine names them.
 const KEYING: &str = "parity";
 
+/// A rule's answer waits this long for what its engines say of themselves: on a local network they need some 20 ms.
+const FIRST_WORDS: Duration = Duration::from_millis(400);
+
 /// kvlb's state, as the API reads it.
 pub(super) struct LiveState {
     state: Arc<State>,
+    asker: Asker,
+    /// `LLB_KV_REPLAY_PORT_OFFSET`.
+    replay_offset: Option<u16>,
     /// Weak, so that the kernel side can be taken down while the API still answers.
     kernel: Option<Weak<Mutex<Kernel>>>,
 }
 
 impl LiveState {
-    pub(super) fn new(state: Arc<State>, kernel: Option<&Arc<Mutex<Kernel>>>) -> Self {
-        Self { state, kernel: kernel.map(Arc::downgrade) }
+    pub(super) fn new(
+        state: Arc<State>,
+        kernel: Option<&Arc<Mutex<Kernel>>>,
+        asker: Asker,
+        replay_offset: Option<u16>,
+    ) -> Self {
+        Self { state, asker, replay_offset, kernel: kernel.map(Arc::downgrade) }
+    }
+
+    fn ours(&self, service: &Service) -> Ours {
+        learn::ours(service.rule(), &self.state.config().none_seed, self.replay_offset)
+    }
+
+    /// What the engines of a rule say that the rule contradicts, by endpoint.
+    fn contradictions_of(&self, service: &Service) -> Vec<String> {
+        let ours = self.ours(service);
+        let of_endpoint = |(position, endpoint): (usize, &state::Endpoint)| {
+            let who = format!("endpoint {position} ({})", endpoint.spec.key);
+            let said = learn::contradictions(&ours, endpoint);
+            said.into_iter().map(move |said| format!("{who}: {said}")).collect::<Vec<_>>()
+        };
+        service.endpoints.iter().enumerate().flat_map(of_endpoint).collect()
     }
 
     fn service(&self, rule: RuleId) -> Option<Arc<Service>> {
@@ -67,7 +95,10 @@ impl Live for LiveState {
             requests: endpoint.meters.requests(),
             bytes: endpoint.meters.bytes(),
             load: endpoint.meters.load(),
-            kv: endpoint.kv.as_ref().map(|kv| kv_view(kv)),
+            kv: endpoint
+                .kv
+                .as_ref()
+                .map(|kv| KvView { notes: learn::contradictions(&self.ours(&service), endpoint), ..kv_view(kv) }),
         })
     }
 
@@ -103,7 +134,23 @@ impl Live for LiveState {
     }
 
     fn notes(&self, rule: RuleId) -> Vec<String> {
-        self.service(rule).map(|service| tokenizer_notes(&self.state, &service)).unwrap_or_default()
+        let Some(service) = self.service(rule) else { return Vec::new() };
+        let mut notes = tokenizer_notes(&self.state, &service);
+        notes.extend(self.contradictions_of(&service));
+        notes
+    }
+
+    fn contradictions(&self, rule: RuleId) -> Vec<String> {
+        let Some(service) = self.service(rule) else { return Vec::new() };
+        learn::wait_for_first_answers(&service, FIRST_WORDS);
+        self.contradictions_of(&service)
+    }
+
+    fn preflight(&self, rule: RuleId) -> Option<Report> {
+        let service = self.service(rule)?;
+        let ours = self.ours(&service);
+        let looking = learn::preflight(&self.state, &service, &ours, &self.asker);
+        Some(tokio::runtime::Handle::try_current().ok()?.block_on(looking))
     }
 
     fn metrics(&self) -> String {
@@ -160,5 +207,6 @@ fn kv_view(kv: &EndpointKv) -> KvView {
         last_event_age_ms: status.last_event_age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
         gaps: kv.counters.gaps.load(Ordering::Relaxed),
         restarts: kv.counters.restarts.load(Ordering::Relaxed),
+        notes: Vec::new(),
     }
 }

@@ -2,6 +2,7 @@
 
 mod crew;
 mod desk;
+mod learn;
 mod listen;
 mod live;
 mod meter;
@@ -23,6 +24,7 @@ use tokio::task::JoinSet;
 
 use crate::config::{Config, Datapath};
 use crate::control::{self, About, Api, Store};
+use crate::discover::Asker;
 use crate::kernel::Kernel;
 use crate::proxy::{self, Proxy};
 use crate::state::{self, State};
@@ -95,10 +97,11 @@ fn run(config: Config) -> Result<()> {
     };
     announce(&about, &metrics);
     let (stop_api, api_stopped) = oneshot::channel::<()>();
-    let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref()));
+    let asker = learn::asker(config.engine_key.as_ref()).context("make a client for the engines")?;
+    let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref(), asker.clone(), config.kv.replay_offset));
     let api = Api::new(live, about);
     api.ready(store);
-    let parts = Parts { config, state, kernel, proxy: Arc::new(proxy) };
+    let parts = Parts { config, state, asker, kernel, proxy: Arc::new(proxy) };
     runtime.block_on(parts.serve(listener, api, api_stopped, stop_api))?;
     runtime.shutdown_timeout(CONTROL_STOP);
     tracing::info!("stopped");
@@ -109,6 +112,7 @@ fn run(config: Config) -> Result<()> {
 struct Parts {
     config: Config,
     state: Arc<State>,
+    asker: Asker,
     kernel: Option<Arc<Mutex<Kernel>>>,
     proxy: Arc<Proxy>,
 }
@@ -123,9 +127,10 @@ impl Parts {
     ) -> Result<()> {
         let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let mut tasks = JoinSet::new();
-        let Self { config, state, kernel, proxy } = self;
+        let Self { config, state, asker, kernel, proxy } = self;
         tasks.spawn(staging::keep_loaded(config.tokenizer_dir.clone(), Arc::clone(&state)));
         tasks.spawn(watch::keep_watching(Arc::clone(&state), config.kv.replay_offset));
+        tasks.spawn(learn::keep_learning(Arc::clone(&state), asker));
         match &kernel {
             Some(kernel) => {
                 let program_log = kernel.lock().take_log();

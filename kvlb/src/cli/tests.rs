@@ -52,7 +52,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         --security=plain --monitor --probetype=http --probeport=9 --probereq=/h --proberesp=ok --probetimeout=5 \
         --proberetries=3 --kv-exact-mode=3 --kv-block-size=32 --kv-hash-algo=xxhash_cbor --kv-zmq-port=1 \
         --kv-replay-port=2 --kv-engine-type=vllm --kv-dp-ranks=1 --kv-score=count --kv-lb-mode=off --kv-load-floor=1 \
-        --kv-keying=auto --ep-role=normal,any --pd-disagg=false --decision-headers --forwarded-headers=false \
+        --kv-keying=auto --kv-tier-weights=cpu=0.5,storage=0 --kv-observe --ep-role=normal,any --pd-disagg=false --decision-headers --forwarded-headers=false \
         --max-inspect-bytes=5 --client-half-close=allow --inatimeout=9 --connect-timeout=8 --first-byte-timeout=7 \
         --max-stream-duration=6 --backend-protocol=http1 --kv-warmup=1 --nixl-port=1,2 --pd-cache-aware \
         --pd-session-ttl=1 --pd-cache-threshold=1 --pd-balance-abs-threshold=1 --pd-bootstrap-port=1 --sse-mode \
@@ -64,7 +64,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         "adminStateUp": false, "monitor": true, "probetype": "http", "probeport": 9, "probereq": "/h",
         "proberesp": "ok", "probeTimeout": 5, "probeRetries": 3, "kvExactMode": 3, "kvBlockSize": 32,
         "kvHashAlgo": "xxhash_cbor", "kvZmqPort": 1, "kvReplayPort": 2, "kvEngineType": "vllm", "kvDpRankCount": 1,
-        "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "auto", "pd_disagg_mode": false,
+        "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "auto", "kvTierWeights": {"cpu": 0.5, "storage": 0}, "kvObserve": true, "pd_disagg_mode": false,
         "decisionHeaders": true, "forwardedHeaders": false, "maxInspectBytes": 5, "clientHalfClose": "allow",
         "inactiveTimeOut": 9, "timeoutMemberConnect": 8, "timeoutFirstByte": 7, "max_stream_duration_sec": 6,
         "backend_protocol": "http1", "kvWarmupSec": 1, "pd_cache_aware_mode": true, "pd_session_ttl_sec": 1,

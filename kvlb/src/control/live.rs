@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::contract::BlockHash;
+use crate::discover::Report;
 use crate::fleet::RuleId;
 
 /// The source of everything that is shown and not written by an operator. Calls may compute, so they are made off the
@@ -19,6 +20,18 @@ pub trait Live: Send + Sync {
 
     /// What an operator should know of a rule that traffic has shown, in words.
     fn notes(&self, rule: RuleId) -> Vec<String>;
+
+    /// What the engines of a rule that was just made say of themselves and the rule contradicts, in words. May wait a
+    /// moment for their answers.
+    fn contradictions(&self, _rule: RuleId) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Every leg of a rule's contract, endpoint by endpoint; `None` where the rule is not in force. Asks the engines, so
+    /// it takes seconds where they are slow.
+    fn preflight(&self, _rule: RuleId) -> Option<Report> {
+        None
+    }
 
     /// All metrics, as Prometheus text.
     fn metrics(&self) -> String;
@@ -68,6 +81,9 @@ pub struct KvView {
     pub gaps: u64,
     /// New lives of the engine so far.
     pub restarts: u64,
+    /// What its engine says of itself and the rule contradicts; absent where nothing.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
 }
 
 /// The blocks that an endpoint holds.

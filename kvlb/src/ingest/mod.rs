@@ -22,6 +22,8 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, sleep_until, timeout};
 use zeromq::{Socket, SocketRecv, SubSocket, ZmqError, ZmqMessage};
 
+pub(crate) use label::{client as plain_client, next_label};
+
 use crate::clock;
 use crate::contract::attest::Contract;
 use crate::contract::{EventSeq, events};

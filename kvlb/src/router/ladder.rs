@@ -142,7 +142,7 @@ pub fn name(
 
 /// What else than its tokens enters the names of a prompt's blocks.
 pub fn extra(prompt: &Prompt) -> Extra {
-    Extra { cache_salt: prompt.cache_salt.clone() }
+    Extra { cache_salt: prompt.cache_salt.clone(), lora: None }
 }
 
 /// Chooses an endpoint for one request: cache affinity first, the rule's own selector on a miss.

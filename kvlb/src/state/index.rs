@@ -182,16 +182,22 @@ impl Index {
         let names = writer.config.max_blocks.unwrap_or_else(|| of_engine.min(writer.config.names_max));
         if let Some(book) = writer.books[slot.index()].as_mut() {
             book.set_names_max(names);
-            writer.evict(slot);
+            writer.evict(slot, &mut Vec::new());
         }
         self.publish_slot(&mut writer, slot);
     }
 
     /// Applies one event of a slot.
     pub fn apply(&self, slot: SlotId, event: &Event) -> Applied {
+        self.apply_noting(slot, event, &mut Vec::new())
+    }
+
+    /// As [`Index::apply`]; adds the names that a bound took copies of to `dropped`, which are [`Applied::evicted`] in
+    /// number. Whether any copy is left, [`Index::holds_copy`] says.
+    pub fn apply_noting(&self, slot: SlotId, event: &Event, dropped: &mut Vec<BlockHash>) -> Applied {
         let mut writer = self.writer.lock();
         let applied = match event {
-            Event::Stored(stored) => writer.store(slot, stored),
+            Event::Stored(stored) => writer.store(slot, stored, dropped),
             Event::Removed(removed) => writer.remove(slot, removed),
             Event::Cleared => Applied { removed: writer.clear(slot), ..Applied::default() },
         };
@@ -229,6 +235,13 @@ impl Index {
             (0..SHARDS).flat_map(|shard| snapshot.held.with_bits(self.mixer, shard, slot.word(), slot.bit())).collect();
         names.sort_unstable();
         names
+    }
+
+    /// Whether a slot holds any copy of a block, in whatever KV group and medium.
+    pub fn holds_copy(&self, slot: SlotId, name: BlockHash) -> bool {
+        let writer = self.writer.lock();
+        writer.holds(writer.held_key(name), slot)
+            || writer.books[slot.index()].as_ref().is_some_and(|book| book.has_other_copies(name))
     }
 
     /// The copies of blocks that a slot holds beyond those of [`Index::names`], with a number for group and medium.
@@ -309,7 +322,7 @@ impl Writer {
         self.held.get(key, slot.word()) & slot.bit() != 0
     }
 
-    fn store(&mut self, slot: SlotId, stored: &Stored) -> Applied {
+    fn store(&mut self, slot: SlotId, stored: &Stored, dropped: &mut Vec<BlockHash>) -> Applied {
         let mut applied = Applied::default();
         let Some(mut book) = self.books[slot.index()].take() else { return applied };
         let mut place = book.place(stored);
@@ -333,12 +346,16 @@ impl Writer {
             for hash in hashes {
                 match place {
                     Place::Counts => self.store_one(slot, &mut book, hash.name, &mut applied),
-                    _ => applied.evicted += u32::from(book.store_aside(hash.name, stored) == Storing::Refused),
+                    _ if book.store_aside(hash.name, stored) == Storing::Refused => {
+                        applied.evicted += 1;
+                        dropped.push(hash.name);
+                    }
+                    _ => {}
                 }
             }
         }
         self.books[slot.index()] = Some(book);
-        applied.evicted += self.evict(slot);
+        applied.evicted += self.evict(slot, dropped);
         applied
     }
 
@@ -431,7 +448,7 @@ impl Writer {
         }
     }
 
-    fn evict(&mut self, slot: SlotId) -> u32 {
+    fn evict(&mut self, slot: SlotId, dropped: &mut Vec<BlockHash>) -> u32 {
         let mut evicted = 0;
         if self.books[slot.index()].as_ref().is_some_and(Book::wants_order) {
             let held = self.names(slot);
@@ -441,6 +458,7 @@ impl Writer {
         }
         while let Some(oldest) = self.books[slot.index()].as_mut().and_then(Book::evict) {
             self.drop_bit(slot, oldest);
+            dropped.push(oldest);
             evicted += 1;
         }
         evicted

@@ -92,6 +92,22 @@ pub(super) async fn status(State(api): Shared, pairs: Pairs) -> Result<Json<Valu
     .await
 }
 
+/// Every leg of a rule's contract. Asks the engines, and changes nothing.
+pub(super) async fn preflight(State(api): Shared, pairs: Pairs) -> Result<Json<Value>, Problem> {
+    let pairs = query(pairs, &["service_id"])?;
+    let rule = rule(&api, member(&pairs, "service_id"))?;
+    let live = Arc::clone(&api.live);
+    let id = rule.id;
+    let report = off_thread(move || live.preflight(id)).await?;
+    report
+        .map(|report| {
+            let mut shown = json!(report);
+            shown["service_id"] = id.0.into();
+            Json(shown)
+        })
+        .ok_or_else(|| Problem::Unavailable("the rule is not in force".to_owned()))
+}
+
 /// What would become of the request in the body.
 pub(super) async fn explain(
     State(api): Shared,

@@ -343,6 +343,21 @@ fn the_engines_size_bounds_what_is_kept_and_the_operator_overrules_it() {
 }
 
 #[test]
+fn what_a_bound_drops_is_told_and_any_copy_left_is_known() {
+    let index = Index::new(IndexConfig { max_blocks: Some(2), ..IndexConfig::default() });
+    let slot = index.add_slot().unwrap();
+    let mut dropped = Vec::new();
+    index.apply_noting(slot, &store(&[1, 2, 3], FULL), &mut dropped);
+    assert_eq!(dropped, [BlockHash(1)], "the oldest");
+    index.apply_noting(slot, &store(&[1, 4, 5], (1, Medium::Gpu)), &mut dropped);
+    assert_eq!(dropped, [BlockHash(1), BlockHash(5)], "and copies that were refused");
+    let left = (0..=5).filter(|&name| index.holds_copy(slot, BlockHash(name))).collect::<Vec<_>>();
+    assert_eq!(left, [1, 2, 3, 4], "in whatever group");
+    index.apply(slot, &remove(1, (1, Medium::Gpu)));
+    assert!(!index.holds_copy(slot, BlockHash(1)));
+}
+
+#[test]
 fn names_that_come_and_go_for_ever_take_no_room() {
     let index = Index::new(IndexConfig { removed_max: 1000, ..IndexConfig::default() });
     let slot = index.add_slot().unwrap();

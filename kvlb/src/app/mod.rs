@@ -202,6 +202,7 @@ fn state_config(config: &Config) -> state::Config {
         spill_relief: config.kv.relief.forced(),
         min_match_tokens: config.kv.min_match_tokens,
         max_blocks: config.kv.max_blocks,
+        text_bytes: config.text_cache,
         index_seed: RandomState::new().hash_one(std::process::id()),
         ..state::Config::default()
     }

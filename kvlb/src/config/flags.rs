@@ -60,6 +60,11 @@ pub struct UpFlags {
     #[arg(long, value_name = "MS")]
     pub decision_budget_ms: Option<String>,
 
+    /// Memory for what prompts of late began with, in MiB; a conversation's next turn costs its new text only
+    /// [env: KVLB_TEXT_CACHE_MIB] [default: 256]
+    #[arg(long, value_name = "MIB")]
+    pub text_cache_mib: Option<String>,
+
     /// The engines' --api-key, where they have one; sent to their /v1 paths alone [env: KVLB_ENGINE_KEY]
     #[arg(long, value_name = "KEY")]
     pub engine_key: Option<String>,

@@ -62,6 +62,8 @@ pub struct Config {
     pub log_format: LogFormat,
     /// Which log lines are written: a level, or a list of `target=level`.
     pub log_level: String,
+    /// Bytes that remember what prompts of late began with (`--text-cache-mib`).
+    pub text_cache: usize,
     /// The engines' `--api-key`.
     pub engine_key: Option<String>,
     /// A rule that is made of what the engines say.
@@ -107,6 +109,10 @@ impl Config {
             log_level: both
                 .text("--log-level", flags.log_level.as_ref(), "KVLB_LOG_LEVEL")?
                 .map_or_else(|| Ok("info".to_owned()), |setting| log_level(&setting))?,
+            text_cache: both
+                .text("--text-cache-mib", flags.text_cache_mib.as_ref(), "KVLB_TEXT_CACHE_MIB")?
+                .map_or(Ok(TEXT_CACHE_MIB), |setting| setting.number(1, 1 << 20))
+                .map(|mib| usize::try_from(mib << 20).unwrap_or(usize::MAX))?,
             engine_key: engines::engine_key(flags.engine_key.as_ref(), &both)?,
             zero_touch: ZeroTouch::read(flags, &both)?,
             kv: Kv::read(
@@ -121,12 +127,14 @@ impl Config {
     }
 }
 
+/// Some 60,000 turns of 4 KB.
+const TEXT_CACHE_MIB: u64 = 256;
 const DATAPATHS: [(&str, Datapath); 2] = [("auto", Datapath::Auto), ("none", Datapath::None)];
 const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll", Io::Epoll)];
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 17] = [
+const TWINS: [&str; 18] = [
     "KVLB_API",
     "KVLB_TOKENIZER_DIR",
     "KVLB_STATE_DIR",
@@ -137,6 +145,7 @@ const TWINS: [&str; 17] = [
     "KVLB_THREADS",
     "KVLB_DRAIN_TIMEOUT",
     "KVLB_DECISION_BUDGET_MS",
+    "KVLB_TEXT_CACHE_MIB",
     "KVLB_LOG_FORMAT",
     "KVLB_LOG_LEVEL",
     "KVLB_ENGINE_KEY",

@@ -22,6 +22,7 @@ fn nothing_set_is_the_documented_default() {
         drain_timeout: Duration::from_secs(30),
         log_format: LogFormat::Text,
         log_level: "info".to_owned(),
+        text_cache: 256 << 20,
         engine_key: None,
         zero_touch: None,
         kv: Kv {
@@ -59,6 +60,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         ("KVLB_THREADS", "7"),
         ("KVLB_DRAIN_TIMEOUT", "2m"),
         ("KVLB_DECISION_BUDGET_MS", "5"),
+        ("KVLB_TEXT_CACHE_MIB", "3"),
         ("KVLB_LOG_FORMAT", "json"),
         ("KVLB_LOG_LEVEL", "warn,kvlb::ingest=debug"),
         ("KVLB_ENGINE_KEY", "k"),
@@ -72,7 +74,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!((by_env.datapath, by_env.io, by_env.log_format), (Datapath::None, Io::Uring, LogFormat::Json));
     assert_eq!((by_env.drain_timeout, by_env.kv.decision_budget), (Duration::from_mins(2), Duration::from_millis(5)));
     assert_eq!(by_env.log_level, "warn,kvlb::ingest=debug");
-    assert_eq!(by_env.engine_key.as_deref(), Some("k"));
+    assert_eq!((by_env.engine_key.as_deref(), by_env.text_cache), (Some("k"), 3 << 20));
     assert_eq!(by_env.zero_touch, Some(pool("10.0.0.1:80", &["a:8000", "b:8000"])));
     assert!(by_env.warnings.is_empty());
 
@@ -91,10 +93,12 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         threads: text("1"),
         drain_timeout: text("500ms"),
         decision_budget_ms: text("9"),
+        text_cache_mib: text("4"),
         log_format: text("text"),
         log_level: text("debug"),
     };
     let by_flag = Config::new(&flags, &env, 2).unwrap();
+    assert_eq!(by_flag.text_cache, 4 << 20);
     assert_eq!((by_flag.api.port(), by_flag.threads, by_flag.state_dir), (2, 1, None));
     assert_eq!((&by_flag.tokenizer_dir, &by_flag.pin_dir), (&PathBuf::from("/u"), &PathBuf::from("/q")));
     assert_eq!((by_flag.datapath, by_flag.io, by_flag.log_format), (Datapath::Auto, Io::Epoll, LogFormat::Text));

@@ -32,6 +32,11 @@ fn set(state: &State) {
     for reason in Reason::ALL {
         metrics.miss_reasons.with_label_values(&[reason.label()]);
     }
+    let texts = state.texts.usage();
+    metrics.text_parts.reset();
+    metrics.text_parts.with_label_values(&["known"]).inc_by(texts.recalled);
+    metrics.text_parts.with_label_values(&["new"]).inc_by(texts.unknown);
+    metrics.text_bytes.set(i64::try_from(texts.bytes).unwrap_or(i64::MAX));
     let table = state.table();
     forget_requests(metrics, &table);
     for service in table.services() {

@@ -84,6 +84,10 @@ families! {
     decision_seconds: histograms("kvlb_decision_seconds", ["step"], buckets DECISION_BUCKETS);
     /// Decisions handed to the worker pool because they would hold a data thread for too long.
     decisions_offloaded: counter("kvlb_decisions_offloaded_total");
+    /// Parts of prompts that were looked up in the memory of what prompts began with: known, or new.
+    text_parts: counters("kvlb_text_parts_total", ["result"]);
+    /// Bytes of that memory in use.
+    text_bytes: gauge("kvlb_text_cache_bytes");
     /// Blocks of prompts that the chosen endpoint held, as announced.
     matched_blocks: counter("kvlb_matched_blocks_total");
     /// Blocks of prompts that were named.

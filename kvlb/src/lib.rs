@@ -31,6 +31,7 @@
 //! | [`proxy`] | The L7 data path on io_uring: read a request, ask `router`, connect, relay, retry with the loser excluded. |
 //! | [`kernel`] | Loads and attaches the eBPF programs through aya, mirrors the fleet into their maps, reads their counters. |
 //! | [`probe`] | Active health checks; their verdicts go to `state`. |
+//! | [`discover`] | Reads the engines: what they say over HTTP and announce, and whether it agrees with a rule. |
 //! | [`staging`] | Reads staged tokenizers from disk and loads them off the data path. |
 //! | [`control`] | The REST API; explains decisions; serves metrics; keeps the rules on disk. |
 //! | [`cli`] | The client of that API, in loxicmd's grammar. |
@@ -43,6 +44,7 @@ pub mod clock;
 pub mod config;
 pub mod contract;
 pub mod control;
+pub mod discover;
 pub mod fleet;
 pub mod ingest;
 pub mod inventory;

@@ -11,11 +11,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvlb::clock;
-use kvlb::contract::attest::{Attestor, Contract, Leg};
-use kvlb::contract::{BlockHash, BlockSize, EngineAlgo, HashAlgo, KeyEra, NoneSeed, TokenId};
+use kvlb::contract::attest::{Contract, Leg};
+use kvlb::contract::{BlockHash, BlockSize, HashAlgo, KeyEra, NoneSeed, Rehash, TokenId};
+use kvlb::fleet::Keying;
 use kvlb::ingest::{ReplayPort, Subscription, follow};
 use kvlb::state::index::{Index, IndexConfig};
-use kvlb::state::kv::{EndpointKv, ReplayState};
+use kvlb::state::kv::{EndpointKv, Naming, ReplayState};
 use rmpv::Value as Packed;
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -136,16 +137,16 @@ struct Follower {
 }
 
 impl Follower {
-    fn start(subscription: Subscription, attestor: Attestor) -> Self {
+    fn start(subscription: Subscription, naming: &Naming) -> Self {
         let index = Arc::new(Index::new(IndexConfig::default()));
-        let kv = Arc::new(EndpointKv::new(index, attestor));
+        let kv = Arc::new(EndpointKv::new(index, naming));
         let (stop, stopped) = watch::channel(false);
         let task = tokio::spawn(follow(subscription, Arc::clone(&kv), stopped));
         Self { kv, stop, task }
     }
 
     fn of(engine: &Engine) -> Self {
-        Self::start(subscription(engine.port, engine.replay_port), attestor())
+        Self::start(subscription(engine.port, engine.replay_port), &naming())
     }
 
     async fn holds(&self, names: &[u64]) {
@@ -178,6 +179,7 @@ impl Follower {
 fn subscription(port: u16, replay_port: Option<u16>) -> Subscription {
     Subscription {
         label: "test".into(),
+        feed: 0,
         host: "127.0.0.1".into(),
         port,
         replay: replay_port.map_or(ReplayPort::Off, ReplayPort::Port),
@@ -185,8 +187,15 @@ fn subscription(port: u16, replay_port: Option<u16>) -> Subscription {
     }
 }
 
-fn attestor() -> Attestor {
-    Attestor::new(HashAlgo::Sha256Cbor, NoneSeed::Text("0".into()), BlockSize::new(16).unwrap())
+/// Names stay as the engine gives them: what is tested here is the stream.
+fn naming() -> Naming {
+    Naming {
+        algo: HashAlgo::Sha256Cbor,
+        seed: NoneSeed::Text("0".into()),
+        block_size: BlockSize::new(16).unwrap(),
+        keying: Keying::Parity,
+        rehash: Rehash::new(1),
+    }
 }
 
 async fn until(what: &str, condition: impl Fn() -> bool, found: impl Fn() -> String) {
@@ -337,8 +346,8 @@ async fn a_recorded_engine_that_was_warm_before_is_known_in_full_by_replay() {
             engine.lose(batch.clone()).await;
         }
         let size = BlockSize::new(case.block_size).unwrap();
-        let rule = Attestor::new(case.algo, case.seed.clone(), size);
-        let follower = Follower::start(subscription(engine.port, engine.replay_port), rule);
+        let rule = Naming { algo: case.algo, seed: case.seed.clone(), block_size: size, ..naming() };
+        let follower = Follower::start(subscription(engine.port, engine.replay_port), &rule);
         follower.holds(&recording.held).await;
         expect_verdict(case, &follower.kv).await;
         assert_eq!(follower.kv.status(clock::now()).replay, ReplayState::Applied);
@@ -352,8 +361,8 @@ async fn a_recorded_engine_is_followed_live_to_the_same_blocks() {
         let recording = recording(case.recording);
         let mut engine = Engine::start(Answers::WithTopic).await;
         let size = BlockSize::new(case.block_size).unwrap();
-        let rule = Attestor::new(case.algo, case.seed.clone(), size);
-        let follower = Follower::start(subscription(engine.port, engine.replay_port), rule);
+        let rule = Naming { algo: case.algo, seed: case.seed.clone(), block_size: size, ..naming() };
+        let follower = Follower::start(subscription(engine.port, engine.replay_port), &rule);
         for batch in &recording.batches {
             engine.publish(batch.clone()).await;
         }
@@ -469,7 +478,7 @@ impl Switch {
 async fn a_restart_behind_a_partition_is_seen_though_its_numbers_go_on() {
     let mut engine = Engine::start(Answers::WithTopic).await;
     let (events, replays) = (Switch::start(engine.port).await, Switch::start(engine.replay_port.unwrap()).await);
-    let follower = Follower::start(subscription(events.port, Some(replays.port)), attestor());
+    let follower = Follower::start(subscription(events.port, Some(replays.port)), &naming());
     for number in 0..5_u32 {
         engine.publish(batch(f64::from(number), vec![stored(&[number.into()])])).await;
     }
@@ -517,7 +526,7 @@ async fn without_replay_another_process_behind_a_partition_is_another_life() {
     let mut engine = Engine::start(Answers::None).await;
     let events = Switch::start(engine.port).await;
     let subscription = Subscription { http: Some(authority), ..subscription(events.port, None) };
-    let follower = Follower::start(subscription, attestor());
+    let follower = Follower::start(subscription, &naming());
     until_heard(&mut engine, &follower).await;
     engine.publish(batch(1.0, vec![stored(&[1])])).await;
     follower.holds(&[1]).await;
@@ -586,7 +595,7 @@ async fn a_peer_that_speaks_nonsense_is_left_and_tried_again() {
     let count = nonsense.len() as u64;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
-    let follower = Follower::start(subscription(port, None), attestor());
+    let follower = Follower::start(subscription(port, None), &naming());
     for bytes in nonsense {
         let (mut client, _) = tokio::time::timeout(DEADLINE, listener.accept()).await.unwrap().unwrap();
         // It may be gone before all is said.
@@ -608,7 +617,7 @@ async fn a_replay_socket_that_never_answers_delays_nothing_for_long() {
     let mut engine = Engine::start(Answers::None).await;
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = silent.local_addr().unwrap().port();
-    let follower = Follower::start(subscription(engine.port, Some(port)), attestor());
+    let follower = Follower::start(subscription(engine.port, Some(port)), &naming());
     until("the connection", || follower.kv.status(clock::now()).connected, String::new).await;
     let state = || follower.kv.status(clock::now()).replay;
     assert_eq!(state(), ReplayState::Pending);
@@ -647,8 +656,8 @@ async fn the_engines_own_label_names_an_uncommon_seed_and_bounds_the_inventory()
     let (authority, _server) = http(Arc::new(Mutex::new(metrics))).await;
     let mut engine = Engine::start(Answers::WithTopic).await;
     let subscription = Subscription { http: Some(authority), ..subscription(engine.port, engine.replay_port) };
-    let follower = Follower::start(subscription, attestor());
-    let algo = EngineAlgo::Sha256Cbor;
+    let follower = Follower::start(subscription, &naming());
+    let algo = HashAlgo::Sha256Cbor;
     let tokens: Vec<_> = (0..16).map(TokenId).collect();
     let root = algo.none_hash(&NoneSeed::Text("an uncommon seed".into())).unwrap();
     let name = algo.step(&root, &tokens, kvlb::contract::BlockExtra::default(), KeyEra::Tagged).unwrap().name();
@@ -673,7 +682,7 @@ async fn an_engine_on_ipv6_or_by_name_is_followed_and_stopping_hangs_up() {
             continue;
         };
         let subscription = Subscription { host: host.into(), ..subscription(port, None) };
-        let follower = Follower::start(subscription, attestor());
+        let follower = Follower::start(subscription, &naming());
         until("the connection", || follower.kv.status(clock::now()).connected, || host.to_owned()).await;
         let kv = Arc::clone(&follower.kv);
         follower.stop().await;

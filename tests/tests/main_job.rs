@@ -110,7 +110,8 @@ async fn the_documents_worked_example_with_its_numbers() {
     let explain_path = format!("/netlox/v1/config/ai/kv/explain?service_id={id}");
     let explain = async |body: &Value| kvlb.api("POST", &explain_path, Some(body)).await.unwrap().1;
     let cold = explain(&prompt_a).await;
-    assert_eq!(cold["prompts"], json!([{"tokens": 40, "blocks": 2}]), "{cold}");
+    assert_eq!(cold["prompts"].as_array().map(Vec::len), Some(1), "{cold}");
+    assert_eq!((&cold["prompts"][0]["tokens"], &cold["prompts"][0]["blocks"]), (&json!(40), &json!(2)), "{cold}");
     assert_eq!((&cold["tier"], &cold["reason"]), (&json!("2"), &json!("no_worker")));
     assert_eq!(held(&cold), [(0, 0), (0, 0)]);
     let answered_a = stage.ask(8080, COMPLETIONS, &prompt_a).await.unwrap();

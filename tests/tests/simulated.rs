@@ -84,7 +84,7 @@ fn shapes(answer: &Answer) -> Vec<String> {
 
 fn field_names(answer: &Answer) -> Vec<String> {
     let mut names: Vec<String> = answer.head.headers.iter().map(|(name, _)| name.to_ascii_lowercase()).collect();
-    names.retain(|name| name != "x-sim-engine");
+    names.retain(|name| !name.starts_with("x-sim-"));
     names.sort();
     names
 }
@@ -100,6 +100,8 @@ async fn whole_answers_have_the_recorded_fields() {
         "completions-x-request-id",
         "err-no-model-field",
         "chat",
+        "messages",
+        "responses",
         "get-models",
         "get-health",
         "get-ping",
@@ -160,6 +162,28 @@ async fn streams_have_the_recorded_events_one_chunk_each() {
             got.dedup();
         }
         assert_eq!(got, expected, "{name}");
+    }
+}
+
+/// Name and shape of each event of a stream whose events have names, neighbours of one kind as one.
+fn named(answer: &Answer) -> Vec<String> {
+    let text = answer.body.text();
+    let frames =
+        text.split("\n\n").filter_map(|frame| frame.trim_start().strip_prefix("event: ")?.split_once("\ndata: "));
+    let mut named: Vec<String> =
+        frames.map(|(name, data)| format!("{name} {}", shape(&serde_json::from_str(data).unwrap()))).collect();
+    named.dedup();
+    named
+}
+
+#[tokio::test]
+async fn streams_of_messages_and_responses_have_the_recorded_named_events() {
+    let engine = recorded_engine().await;
+    for name in ["messages-stream", "responses-stream"] {
+        let (expected, got) = (recorded(name).await, simulated(engine.addresses().http, name).await);
+        assert_eq!(field_names(&got), field_names(&expected), "{name}");
+        assert!(named(&got).len() > 5 && !got.body.text().contains("[DONE]"), "{name}: {}", got.body.text());
+        assert_eq!(named(&got), named(&expected), "{name}");
     }
 }
 

@@ -8,17 +8,23 @@ use std::time::{Duration, Instant};
 use prometheus::Histogram;
 
 use crate::clock;
+use crate::contract::{Extra, TokenId};
 use crate::fleet::{EndpointKey, ExactMode, Limits, Rule};
 use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen,
+    Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen, Usage,
 };
-use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Step, Tier, View};
-use crate::state::{InFlight, Onlooker, Service, State, Unserved};
+use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
+use crate::state::{Expectation, InFlight, Onlooker, Service, State, Unserved, ledger};
 use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: the reference tokenizer takes a millisecond for 4 KiB.
 const HEAVY_BODY: usize = 4 << 10;
+
+/// The field by which a request asks for one data-parallel rank.
+///
+/// Source: vLLM 0.32.0; without it the API server spreads requests over its ranks.
+const RANK_FIELD: &str = "x-data-parallel-rank";
 
 /// Letters of a model's name that an error repeats: the longest names in use have fewer.
 const NAME_SHOWN: usize = 100;
@@ -67,12 +73,18 @@ impl Desk {
         if self.hash_debug
             && let (Ok(named), Ok(prompt)) = (&named, prompt)
         {
-            show_hashes(service, named, prompt);
+            show_hashes(&self.state, service, named, prompt);
         }
         named
     }
 
-    fn call(&self, request: &Request, service: Arc<Service>, named: Result<Named, Miss>, weight: u32) -> Errand {
+    fn call(
+        &self,
+        request: &Request,
+        service: Arc<Service>,
+        named: Result<Named, Miss>,
+        (weight, streams): (u32, bool),
+    ) -> Errand {
         let asks = request.head.method() == "POST" && openai::kind(request.head.path()) != Kind::Other;
         Errand {
             state: Arc::clone(&self.state),
@@ -82,6 +94,10 @@ impl Desk {
             weight: weight.max(1),
             decision: None,
             earlier: Vec::new(),
+            expectations: Vec::new(),
+            streams,
+            predicted: None,
+            ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
             began: clock::now(),
             choose: self.steps[Step::Choose as usize].clone(),
@@ -89,17 +105,26 @@ impl Desk {
     }
 }
 
+/// A request as the KV tier sees it, for those who explain it.
+#[derive(Debug)]
+pub(super) struct Seen {
+    /// Its prompts' tokens, as far as they could be told.
+    pub(super) tokens: Vec<Vec<TokenId>>,
+    /// Their blocks' names.
+    pub(super) named: Result<Named, Miss>,
+}
+
 /// Names the blocks of a request that `service` serves, as the data path would.
-pub(super) fn name_for(
-    state: &State,
-    service: &Service,
-    path: &str,
-    model: Option<&str>,
-    body: &[u8],
-) -> Result<Named, Miss> {
+pub(super) fn see(state: &State, service: &Service, path: &str, model: Option<&str>, body: &[u8]) -> Seen {
     let request = openai::Request { method: "POST", path, model_header: model, body };
     let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
-    name_blocks(state, service, prompt.as_ref().map_err(|miss| *miss), &mut |_step| ())
+    let prompt = prompt.as_ref().map_err(|miss| *miss);
+    let named = name_blocks(state, service, prompt, &mut |_step| ());
+    let tokens = prompt.and_then(|prompt| {
+        let how = How::new(state, service, prompt);
+        router::tokens(prompt, how.tokenizer(), &how.limits)
+    });
+    Seen { tokens: tokens.unwrap_or_default(), named }
 }
 
 fn name_blocks(
@@ -108,32 +133,64 @@ fn name_blocks(
     prompt: Result<&Prompt, Miss>,
     lap: &mut dyn FnMut(Step),
 ) -> Result<Named, Miss> {
-    let asked = prompt.ok().and_then(|prompt| prompt.model.as_deref());
-    let own = service.rule().key.model.as_deref();
-    if service.rule().kv.mode != ExactMode::Off && asked.is_some_and(|asked| service.lists_adapter(asked)) {
-        // An adapter's blocks carry its name and path; until those are known here its requests must not pass for the
-        // base model's.
-        return Err(Miss::because(Reason::Hashes, "lora"));
-    }
-    let found = own.or(asked).map_or(Err("not_staged"), |model| state.tokenizers.find(model));
-    let tokenizer: Result<&Tokenizer, &'static str> = found.as_deref().map_err(|why| *why);
-    let max_model_len = service.max_model_len();
-    let limits = tokenize::Limits {
-        max_tokens: max_model_len.unwrap_or(usize::MAX).min(state.config().max_tokens).max(1),
-        max_model_len,
-        // Engines run in containers, and those in UTC.
-        now: Some(tokenize::WallTime::from_seconds(clock::unix_seconds())),
+    let prompt = match prompt {
+        Ok(prompt) if service.rule().kv.mode != ExactMode::Off => prompt,
+        _ => {
+            let limits = tokenize::Limits::default();
+            return router::name(&service.ready, prompt, Err("not_staged"), &limits, Vec::new(), lap);
+        }
     };
-    router::name(&service.ready, prompt, tokenizer, &limits, service.era(), lap)
+    let mut how = How::new(state, service, prompt);
+    let spaces = std::mem::take(&mut how.spaces);
+    router::name(&service.ready, Ok(prompt), how.tokenizer(), &how.limits, spaces, lap)
+}
+
+/// How the prompts of one request become names.
+struct How {
+    tokenizer: Result<Arc<Tokenizer>, &'static str>,
+    limits: tokenize::Limits,
+    spaces: Vec<Space>,
+}
+
+impl How {
+    fn new(state: &State, service: &Service, prompt: &Prompt) -> Self {
+        let asked = prompt.model.as_deref();
+        let adapter = asked.filter(|asked| service.lists_adapter(asked));
+        // An adapter's tokenizer is its base model's.
+        let base = adapter.and_then(|adapter| service.base_of(adapter));
+        let model = service.rule().key.model.as_deref().or(base.as_deref()).or(asked);
+        let max_model_len = service.max_model_len();
+        let limits = tokenize::Limits {
+            max_tokens: max_model_len.unwrap_or(usize::MAX).min(state.config().max_tokens).max(1),
+            max_model_len,
+            // Engines run in containers, and those in UTC.
+            now: Some(tokenize::WallTime::from_seconds(clock::unix_seconds())),
+        };
+        Self {
+            tokenizer: model.map_or(Err("not_staged"), |model| state.tokenizers.find(model)),
+            limits,
+            spaces: service.spaces(adapter),
+        }
+    }
+
+    fn tokenizer(&self) -> Result<&Tokenizer, &'static str> {
+        self.tokenizer.as_deref().map_err(|why| *why)
+    }
 }
 
 /// `LLB_KV_HASH_DEBUG`: one line a block, with its name and the bytes that were hashed.
-fn show_hashes(service: &Service, named: &Named, prompt: &Prompt) {
-    let extra = router::extra(prompt);
-    for (number, of_prompt) in named.prompts.iter().enumerate() {
-        let Ok(blocks) = service.ready.hasher.explain(&of_prompt.token_ids, &extra, service.era()) else { continue };
-        for (block, shown) in blocks.iter().enumerate() {
-            tracing::info!(prompt = number, block, hash = %shown.hash, cbor = %Hex(&shown.input), "block hash");
+fn show_hashes(state: &State, service: &Service, named: &Named, prompt: &Prompt) {
+    let how = How::new(state, service, prompt);
+    let Ok(tokens) = router::tokens(prompt, how.tokenizer(), &how.limits) else { return };
+    for (number, tokens) in tokens.iter().enumerate() {
+        for space in &named.spaces {
+            let extra = Extra { cache_salt: prompt.cache_salt.clone(), lora: space.lora.clone() };
+            let Ok(mut chain) = space.key_space.begin(&extra) else { continue };
+            let mut block = 0;
+            chain.extend_showing(tokens, |digest, input| {
+                tracing::info!(prompt = number, block, hash = %digest.name(), cbor = %Hex(input), "block hash");
+                block += 1;
+            });
         }
     }
 }
@@ -180,8 +237,8 @@ impl Backplane for Desk {
         watch.lap(Step::Parse);
         let service = self.service(request, model.as_deref())?;
         let named = self.name(&service, prompt.as_ref().map_err(|miss| *miss), &mut watch);
-        let weight = prompt.as_ref().map_or(1, Prompt::weight);
-        Ok(self.call(request, service, named, weight))
+        let shape = prompt.as_ref().map_or((1, false), |prompt| (prompt.weight(), prompt.stream));
+        Ok(self.call(request, service, named, shape))
     }
 
     fn begin_hastily(&self, request: &Request, haste: Haste) -> Result<Errand, Reply> {
@@ -190,7 +247,7 @@ impl Backplane for Desk {
             Haste::Budget => "budget",
             Haste::QueueFull => "queue_full",
         };
-        Ok(self.call(request, service, Err(Miss::because(Reason::Tokenize, detail)), 1))
+        Ok(self.call(request, service, Err(Miss::because(Reason::Tokenize, detail)), (1, false)))
     }
 
     fn models(&self, request: &Request) -> Vec<Errand> {
@@ -204,7 +261,7 @@ impl Backplane for Desk {
             return Vec::new();
         }
         let unnamed = || Err(Miss::new(Reason::TextEmpty));
-        services.into_iter().map(|service| self.call(request, service, unnamed(), 1)).collect()
+        services.into_iter().map(|service| self.call(request, service, unnamed(), (1, false))).collect()
     }
 }
 
@@ -220,6 +277,14 @@ pub(super) struct Errand {
     decision: Option<Decision>,
     /// Those before it, of endpoints that were tried.
     earlier: Vec<Decision>,
+    /// What its answer will bring, at the endpoint chosen last.
+    expectations: Vec<Expectation>,
+    /// Whether the answer comes in pieces: its blocks are announced soon after the first, else before the end.
+    streams: bool,
+    /// The endpoint that the request went to, and the blocks of its prompt that were said to be there.
+    predicted: Option<(usize, u32)>,
+    /// Whether the client chose the data-parallel rank itself.
+    ranked: bool,
     /// Whether the request is one that the KV tier is for.
     counts: bool,
     began: Instant,
@@ -235,6 +300,7 @@ impl Call for Errand {
             limits: Limits { ..rule.limits },
             forwarded_headers: rule.forwarded_headers,
             client_half_close: rule.client_half_close,
+            usage: self.counts && self.weight == 1 && rule.kv.mode != ExactMode::Off,
         }
     }
 
@@ -248,7 +314,12 @@ impl Call for Errand {
         let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
         let decision = router::route(&self.service.ready, &self.named, view, Some(self.client), tried);
         self.choose.observe(clock::now().saturating_duration_since(start).as_secs_f64());
+        // What the last try was to bring will not come.
+        self.expectations.clear();
         let target = decision.endpoint.and_then(|position| self.target(position, &decision));
+        if let Some(position) = decision.endpoint {
+            self.expect(position, decision.depth);
+        }
         self.earlier.extend(self.decision.replace(decision));
         target
     }
@@ -273,13 +344,23 @@ impl Call for Errand {
                 let tier = self.decision.as_ref().map_or(Tier::Selector, |decision| decision.tier);
                 self.state.metrics.first_byte_seconds.with_label_values(&[tier.label()]).observe(waited.as_secs_f64());
                 self.count_class(status);
+                match status {
+                    200 if self.streams => self.answered(),
+                    200 => {}
+                    _ => self.expectations.clear(),
+                }
                 self.settle();
             }
-            Event::Finished { position, bytes } => {
+            Event::Unasked { .. } | Event::Busy { .. } | Event::Lost { .. } => {}
+            Event::Finished { position, bytes, usage } => {
+                self.answered();
                 if let Some(endpoint) = self.service.endpoints.get(position) {
                     endpoint.meters.add_bytes(bytes);
                 }
                 self.settle();
+                if let Some(usage) = usage {
+                    self.compare(position, &usage);
+                }
                 tracing::debug!(
                     service = self.service.rule().id.0,
                     position,
@@ -288,24 +369,48 @@ impl Call for Errand {
                     "request finished"
                 );
             }
-            Event::Replied { status } => {
+            Event::Replied { status, .. }
+            | Event::Died { status, .. }
+            | Event::TimedOut { status: Some(status), .. } => {
                 self.count_class(status);
                 self.settle();
             }
-            Event::Died { .. } | Event::BrokeOff { .. } | Event::TimedOut { .. } | Event::ClientLeft(_) => {
-                self.settle();
-            }
+            Event::BrokeOff { .. }
+            | Event::TimedOut { status: None, .. }
+            | Event::ClientLeft { .. }
+            | Event::CutOff { .. } => self.settle(),
         }
     }
 }
 
 impl Errand {
+    /// Leaves word that the prompts' blocks will be at an endpoint, unless they are there already.
+    fn expect(&mut self, position: usize, depth: u32) {
+        let (Ok(named), Some(endpoint)) = (&self.named, self.service.endpoints.get(position)) else { return };
+        let Some(space) = named.spaces.iter().position(|space| space.endpoints.contains(&position)) else { return };
+        let blocks: usize = named.prompts.iter().map(|prompt| prompt.names[space].len()).sum();
+        if depth as usize >= blocks {
+            return;
+        }
+        let (all, now) = (&self.service.expectations, clock::now());
+        let names = named.prompts.iter().map(|prompt| prompt.names[space].as_slice());
+        self.expectations.extend(names.filter_map(|names| all.add(endpoint.meters.id, names, now)));
+    }
+
+    fn answered(&mut self) {
+        let now = clock::now();
+        self.expectations.drain(..).for_each(|expectation| expectation.answered(now));
+    }
+
     fn target(&self, position: usize, decision: &Decision) -> Option<Target<InFlight>> {
         let endpoint = self.service.endpoints.get(position)?;
         let guard = endpoint.meters.enter(self.weight, self.service.next_choice());
         let fields =
             if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
-        Some(Target { position, addresses: Addresses(endpoint.addresses()), fields, guard })
+        let addresses = Addresses(endpoint.addresses());
+        let rank = decision.rank.filter(|_| decision.tier == Tier::Overlap && !self.ranked);
+        let request_fields = rank.map(|rank| format!("{RANK_FIELD}: {rank}\r\n").into_bytes()).unwrap_or_default();
+        Some(Target { position, addresses, fields, request_fields, guard })
     }
 
     fn count_class(&self, status: u16) {
@@ -315,24 +420,70 @@ impl Errand {
         self.state.metrics.requests.with_label_values(&[service.as_str(), class]).inc();
     }
 
+    /// Holds what the engine found in its cache against what was predicted.
+    fn compare(&self, position: usize, usage: &Usage) {
+        let (Some(reported), Some(kv)) =
+            (usage.cached_tokens, self.service.endpoints.get(position).and_then(|endpoint| endpoint.kv.as_ref()))
+        else {
+            return;
+        };
+        let block = u64::from(self.service.rule().kv.block_size.get());
+        let depth = self.predicted.filter(|(chosen, _)| *chosen == position).map_or(0, |(_, depth)| depth);
+        // An engine computes the last token anew, and with it the block that it is in.
+        let most = usage.prompt_tokens.saturating_sub(1) / block * block;
+        let predicted = (u64::from(depth) * block).min(most);
+        let entry = ledger::Entry { prompt: usage.prompt_tokens, predicted, reported };
+        if kv.ledger.enter(entry) {
+            let place = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
+            tracing::warn!(
+                endpoint = format!("{}/{place}", self.service.rule().id),
+                "the engine reports less than half of the cached tokens that its events promise: its inventory is cleared and \
+                 asked for again"
+            );
+            kv.distrust();
+        }
+    }
+
+    /// Counts what the KV tier would have chosen and spared, on a rule where it only observes.
+    fn count_observed(&self, decision: &Decision) {
+        let result = match decision.observed {
+            None => "none",
+            Some(observed) if Some(observed.endpoint) == decision.endpoint => "same",
+            Some(_) => "other",
+        };
+        let service = self.service.rule().id.to_string();
+        self.state.metrics.observed_choices.with_label_values(&[service.as_str(), result]).inc();
+        let spared = decision.observed.map_or(0, |observed| observed.depth.saturating_sub(decision.depth));
+        let tokens = u64::from(spared) * u64::from(self.service.rule().kv.block_size.get());
+        self.state.metrics.observed_tokens.with_label_values(&[service.as_str()]).inc_by(tokens);
+    }
+
     /// Counts the choice that the request really went by, once.
     fn settle(&mut self) {
         let Some(decision) = self.decision.take() else { return };
         if !self.counts {
             return;
         }
+        self.predicted = decision.endpoint.map(|position| (position, decision.depth));
         let metrics = &self.state.metrics;
         let blocks: usize = decision.prompts.iter().map(|prompt| prompt.blocks).sum();
         metrics.prompt_blocks.inc_by(blocks as u64);
+        if self.service.rule().kv.observe {
+            self.count_observed(&decision);
+        }
         if let Some(miss) = decision.miss {
             metrics.miss_reasons.with_label_values(&[miss.reason.label()]).inc();
             metrics.miss_details.with_label_values(&[miss.reason.label(), miss.detail]).inc();
-            if miss.reason != Reason::ModeOff {
+            if decision.expected
+                && let Some(position) = decision.endpoint
+            {
+                metrics.expected_choices.with_label_values(&[position.to_string()]).inc();
+            } else if miss.reason != Reason::ModeOff {
                 metrics.fallthrough.inc();
             }
             return;
         }
-        let Some(position) = decision.endpoint else { return };
+        let Some(position) = decision.endpoint.filter(|_| decision.tier == Tier::Overlap) else { return };
         let ep_idx = position.to_string();
         metrics.hits.with_label_values(&[ep_idx.as_str()]).inc();
         metrics.matched_blocks.inc_by(u64::from(decision.depth));

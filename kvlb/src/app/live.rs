@@ -4,33 +4,59 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::desk;
+use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
-use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
+use crate::control::live::{
+    CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView,
+};
+use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
-use crate::router::{self, Overlap, View as _};
+use crate::router::{self, Decision, Overlap, PromptShape, View as _};
 use crate::state::kv::EndpointKv;
 use crate::state::{self, Onlooker, Service, Staged, State};
 use crate::telemetry::Metrics;
 
-/// How blocks are named here: as the engine names them.
-const KEYING: &str = "parity";
+/// A rule's answer waits this long for what its engines say of themselves: on a local network they need some 20 ms.
+const FIRST_WORDS: Duration = Duration::from_millis(400);
 
 /// kvlb's state, as the API reads it.
 pub(super) struct LiveState {
     state: Arc<State>,
+    asker: Asker,
+    /// `LLB_KV_REPLAY_PORT_OFFSET`.
+    replay_offset: Option<u16>,
     /// Weak, so that the kernel side can be taken down while the API still answers.
     kernel: Option<Weak<Mutex<Kernel>>>,
 }
 
 impl LiveState {
-    pub(super) fn new(state: Arc<State>, kernel: Option<&Arc<Mutex<Kernel>>>) -> Self {
-        Self { state, kernel: kernel.map(Arc::downgrade) }
+    pub(super) fn new(
+        state: Arc<State>,
+        kernel: Option<&Arc<Mutex<Kernel>>>,
+        asker: Asker,
+        replay_offset: Option<u16>,
+    ) -> Self {
+        Self { state, asker, replay_offset, kernel: kernel.map(Arc::downgrade) }
+    }
+
+    fn ours(&self, service: &Service, endpoint: &state::Endpoint) -> Ours {
+        learn::ours(service.rule(), &endpoint.spec, &self.state.config().none_seed, self.replay_offset)
+    }
+
+    /// What the engines of a rule say that the rule contradicts, by endpoint.
+    fn contradictions_of(&self, service: &Service) -> Vec<String> {
+        let of_endpoint = |(position, endpoint): (usize, &state::Endpoint)| {
+            let who = format!("endpoint {position} ({})", endpoint.spec.key);
+            let said = learn::contradictions(&self.ours(service, endpoint), endpoint);
+            said.into_iter().map(move |said| format!("{who}: {said}")).collect::<Vec<_>>()
+        };
+        service.endpoints.iter().enumerate().flat_map(of_endpoint).collect()
     }
 
     fn service(&self, rule: RuleId) -> Option<Arc<Service>> {
@@ -67,23 +93,39 @@ impl Live for LiveState {
             requests: endpoint.meters.requests(),
             bytes: endpoint.meters.bytes(),
             load: endpoint.meters.load(),
-            kv: endpoint.kv.as_ref().map(|kv| kv_view(kv)),
+            kv: endpoint.kv.as_ref().map(|kv| KvView {
+                notes: learn::contradictions(&self.ours(&service, endpoint), endpoint),
+                ..kv_view(kv)
+            }),
         })
     }
 
     fn inventory(&self, rule: RuleId, position: usize) -> Option<Inventory> {
         let service = self.service(rule)?;
         let kv = service.endpoints.get(position)?.kv.as_ref()?;
-        Some(Inventory { names: kv.names(), keying: KEYING })
+        Some(Inventory { blocks: kv.inventory(), keying: keying(kv) })
+    }
+
+    fn savings(&self, rule: RuleId, position: usize) -> Option<SavingsView> {
+        let service = self.service(rule)?;
+        let kv = service.endpoints.get(position)?.kv.as_ref()?;
+        let totals = kv.ledger.totals();
+        Some(SavingsView {
+            requests: totals.requests,
+            prompt_tokens: totals.tokens.prompt,
+            predicted_tokens: totals.tokens.predicted,
+            reported_tokens: totals.tokens.reported,
+            distrusted: kv.counters.distrusted.load(Ordering::Relaxed),
+        })
     }
 
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
         let service = self.service(rule)?;
-        let named = desk::name_for(&self.state, &service, request.path, request.model, request.body);
-        let decision = router::route(&service.ready, &named, &Onlooker(&service), None, &[]);
+        let seen = desk::see(&self.state, &service, request.path, request.model, request.body);
+        let decision = router::route(&service.ready, &seen.named, &Onlooker(&service), None, &[]);
         let mut held = vec![Overlap::default(); service.endpoints.len()];
-        for prompt in named.iter().flat_map(|named| &named.prompts) {
-            service.overlaps(&prompt.names, &mut held);
+        if let Ok(named) = &seen.named {
+            held = service.held(named);
         }
         let candidate = |(known, held): (crate::policy::Candidate, &Overlap)| CandidateView {
             ep_idx: known.endpoint,
@@ -91,19 +133,38 @@ impl Live for LiveState {
             count: held.count,
             load: known.load,
             eligible: known.eligible,
+            keying: service.endpoints[known.endpoint].kv.as_ref().map(|kv| keying(kv)),
+            rank: held.rank,
         };
         Some(Explanation {
             tier: decision.tier.label().to_owned(),
             reason: decision.miss.map(|miss| miss.reason.label().to_owned()),
             detail: decision.miss.map(|miss| miss.detail.to_owned()).filter(|detail| !detail.is_empty()),
             endpoint: decision.endpoint,
-            prompts: decision.prompts.iter().map(|p| PromptView { tokens: p.tokens, blocks: p.blocks }).collect(),
+            would_choose: decision.observed.map(|observed| observed.endpoint),
+            prompts: prompts(&seen, &decision),
             candidates: service.candidates().into_iter().zip(&held).map(candidate).collect(),
         })
     }
 
     fn notes(&self, rule: RuleId) -> Vec<String> {
-        self.service(rule).map(|service| tokenizer_notes(&self.state, &service)).unwrap_or_default()
+        let Some(service) = self.service(rule) else { return Vec::new() };
+        let mut notes = tokenizer_notes(&self.state, &service);
+        notes.extend(self.contradictions_of(&service));
+        notes
+    }
+
+    fn contradictions(&self, rule: RuleId) -> Vec<String> {
+        let Some(service) = self.service(rule) else { return Vec::new() };
+        learn::wait_for_first_answers(&service, FIRST_WORDS);
+        self.contradictions_of(&service)
+    }
+
+    fn preflight(&self, rule: RuleId) -> Option<Report> {
+        let service = self.service(rule)?;
+        let ours = |endpoint: &state::Endpoint| self.ours(&service, endpoint);
+        let looking = learn::preflight(&self.state, &service, ours, &self.asker);
+        Some(tokio::runtime::Handle::try_current().ok()?.block_on(looking))
     }
 
     fn metrics(&self) -> String {
@@ -146,19 +207,43 @@ fn trouble(staged: &Staged) -> Option<String> {
     Some(format!("chats cannot be rendered exactly ({}){template}", miss.detail()))
 }
 
+/// A request's prompts with the names of their blocks, each of which is shown in the way of the first endpoint's.
+fn prompts(seen: &desk::Seen, decision: &Decision) -> Vec<PromptView> {
+    let prompt = |(position, shape): (usize, &PromptShape)| {
+        let named = seen.named.as_ref().ok().and_then(|named| named.prompts.get(position));
+        let names = named.and_then(|prompt| prompt.names.first());
+        let tokens = seen.tokens.get(position);
+        PromptView {
+            tokens: shape.tokens,
+            blocks: shape.blocks,
+            names: names.into_iter().flatten().map(ToString::to_string).collect(),
+            token_ids: tokens.into_iter().flatten().map(|token| token.0).collect(),
+        }
+    };
+    decision.prompts.iter().enumerate().map(prompt).collect()
+}
+
+/// The word for how an endpoint's blocks are named.
+fn keying(kv: &EndpointKv) -> &'static str {
+    if kv.is_rehashed() { "rehash" } else { "parity" }
+}
+
 fn kv_view(kv: &EndpointKv) -> KvView {
     let status = kv.status(clock::now());
     KvView {
         contract: status.contract.label().to_owned(),
         leg: status.contract.leg().map(|leg| leg.label().to_owned()),
         detail: status.contract.detail().map(str::to_owned),
-        keying: KEYING.to_owned(),
+        keying: keying(kv).to_owned(),
         blocks: status.blocks as u64,
         connected: status.connected,
         replay: status.replay.label().to_owned(),
         sequence: status.sequence.map(|seq| seq.0),
         last_event_age_ms: status.last_event_age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+        ranks: status.ranks,
+        orphans: kv.counters.orphans.load(Ordering::Relaxed),
         gaps: kv.counters.gaps.load(Ordering::Relaxed),
         restarts: kv.counters.restarts.load(Ordering::Relaxed),
+        notes: Vec::new(),
     }
 }

@@ -98,6 +98,9 @@ impl Meter for ProxyMeter {
         self.metrics.thread_connections.with_label_values(&thread).set(gauge(pulse.clients));
         self.metrics.buffer_bytes.with_label_values(&thread).set(gauge(pulse.buffer_bytes));
         self.metrics.body_bytes_held.set(gauge(pulse.body_bytes_held));
+        if let Some(held) = pulse.held {
+            self.metrics.loop_stall_seconds.with_label_values(&thread).observe(held.as_secs_f64());
+        }
         if pulse.late > STALL {
             self.metrics.stalls.with_label_values(&thread).inc();
         }

@@ -2,11 +2,13 @@
 
 mod crew;
 mod desk;
+mod learn;
 mod listen;
 mod live;
 mod meter;
 mod steer;
 mod watch;
+mod zero;
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::process::ExitCode;
@@ -23,6 +25,7 @@ use tokio::task::JoinSet;
 
 use crate::config::{Config, Datapath};
 use crate::control::{self, About, Api, Store};
+use crate::discover::Asker;
 use crate::kernel::Kernel;
 use crate::proxy::{self, Proxy};
 use crate::state::{self, State};
@@ -32,6 +35,7 @@ use crate::{clock, staging};
 use desk::Desk;
 use live::LiveState;
 use meter::ProxyMeter;
+use zero::Zero;
 
 /// Threads of the control side; the data side has its own.
 const CONTROL_THREADS: usize = 2;
@@ -75,6 +79,7 @@ fn run(config: Config) -> Result<()> {
     let metrics = Arc::new(Metrics::new().context("register the metrics")?);
     let state = Arc::new(State::new(state_config(&config), Arc::clone(&metrics)));
     let store = open_store(&config, &state)?;
+    let zero = config.zero_touch.clone().and_then(|pool| Zero::begin(pool, Arc::clone(&store)));
     let kernel = load_kernel(&config, &state, &runtime)?;
     let proxy = start_proxy(&config, &state)?;
     let listener = runtime
@@ -95,10 +100,11 @@ fn run(config: Config) -> Result<()> {
     };
     announce(&about, &metrics);
     let (stop_api, api_stopped) = oneshot::channel::<()>();
-    let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref()));
+    let asker = learn::asker(config.engine_key.as_ref()).context("make a client for the engines")?;
+    let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref(), asker.clone(), config.kv.replay_offset));
     let api = Api::new(live, about);
     api.ready(store);
-    let parts = Parts { config, state, kernel, proxy: Arc::new(proxy) };
+    let parts = Parts { config, state, asker, zero, kernel, proxy: Arc::new(proxy) };
     runtime.block_on(parts.serve(listener, api, api_stopped, stop_api))?;
     runtime.shutdown_timeout(CONTROL_STOP);
     tracing::info!("stopped");
@@ -109,6 +115,8 @@ fn run(config: Config) -> Result<()> {
 struct Parts {
     config: Config,
     state: Arc<State>,
+    asker: Asker,
+    zero: Option<Zero>,
     kernel: Option<Arc<Mutex<Kernel>>>,
     proxy: Arc<Proxy>,
 }
@@ -123,9 +131,13 @@ impl Parts {
     ) -> Result<()> {
         let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let mut tasks = JoinSet::new();
-        let Self { config, state, kernel, proxy } = self;
+        let Self { config, state, asker, zero, kernel, proxy } = self;
         tasks.spawn(staging::keep_loaded(config.tokenizer_dir.clone(), Arc::clone(&state)));
         tasks.spawn(watch::keep_watching(Arc::clone(&state), config.kv.replay_offset));
+        if let Some(zero) = zero {
+            tasks.spawn(zero.follow(Arc::clone(&state), asker.clone()));
+        }
+        tasks.spawn(learn::keep_learning(Arc::clone(&state), asker));
         match &kernel {
             Some(kernel) => {
                 let program_log = kernel.lock().take_log();

@@ -10,15 +10,15 @@ use super::crew::Crew;
 use crate::fleet::{EndpointKey, ExactMode, Monitor, Rule, RuleId};
 use crate::ingest::{self, ReplayPort, Subscription};
 use crate::probe;
-use crate::state::kv::EndpointKv;
-use crate::state::{EndpointId, Meters, Service, State};
+use crate::state::kv::{EndpointKv, RANKS_MAX};
+use crate::state::{Endpoint, EndpointId, Meters, Service, State};
 use crate::tokenize::ModelSlug;
 
 /// How long an endpoint may be without its tasks.
 const MISSING_AFTER: Duration = Duration::from_secs(5);
 
-/// Which endpoint of which rule a task is for.
-type Key = (RuleId, EndpointId);
+/// Which rank of which endpoint of which rule a task is for.
+type Key = (RuleId, EndpointId, u16);
 
 /// What a probe depends on: when it changes, another one is started.
 #[derive(Clone, Debug)]
@@ -42,6 +42,7 @@ impl PartialEq for Probing {
 #[derive(Clone, Debug)]
 struct Listening {
     place: EndpointKey,
+    feed: usize,
     port: u16,
     replay: ReplayPort,
     kv: Arc<EndpointKv>,
@@ -49,7 +50,7 @@ struct Listening {
 
 impl PartialEq for Listening {
     fn eq(&self, other: &Self) -> bool {
-        let plain = |l: &Self| (l.place.clone(), l.port, l.replay);
+        let plain = |l: &Self| (l.place.clone(), l.feed, l.port, l.replay);
         plain(self) == plain(other) && Arc::ptr_eq(&self.kv, &other.kv)
     }
 }
@@ -59,9 +60,10 @@ pub(super) async fn keep_watching(state: Arc<State>, replay_offset: Option<u16>)
     let http = reqwest::Client::new();
     let mut probes: Crew<Key, Probing> = Crew::default();
     let mut subscriptions: Crew<Key, Listening> = Crew::default();
-    let mut rules = state.watch_rules();
+    let (mut rules, mut facts) = (state.watch_rules(), state.watch_facts());
     loop {
         rules.mark_unchanged();
+        facts.mark_unchanged();
         let table = state.table();
         table.services().iter().for_each(|service| want_tokenizer(&state, service.rule()));
         probes.update(table.services().iter().flat_map(|service| probing(service)), |key, probing| {
@@ -78,7 +80,13 @@ pub(super) async fn keep_watching(state: Arc<State>, replay_offset: Option<u16>)
         subscriptions.update(wanted, |key, listening| tokio::spawn(listen(*key, listening.clone())));
         drop(table);
         // Looked at now and then also without a change: a task that a panic of ours ended is missing, and starts again.
-        if let Ok(Err(_closed)) = timeout(MISSING_AFTER, rules.changed()).await {
+        let changed = async {
+            tokio::select! {
+                changed = rules.changed() => changed,
+                changed = facts.changed() => changed,
+            }
+        };
+        if let Ok(Err(_closed)) = timeout(MISSING_AFTER, changed).await {
             return;
         }
     }
@@ -93,28 +101,53 @@ fn probing(service: &Service) -> impl Iterator<Item = (Key, Probing)> {
             meters: Arc::clone(&endpoint.meters),
             tokenizes: rule.kv.mode != ExactMode::Off,
         };
-        ((rule.id, endpoint.meters.id), probing)
+        ((rule.id, endpoint.meters.id, 0), probing)
     })
 }
 
+/// The event streams of a rule's endpoints: one for each data-parallel rank.
 fn listening(service: &Service, replay_offset: Option<u16>) -> impl Iterator<Item = (Key, Listening)> {
-    let rule = service.rule();
-    let replay = match (rule.kv.replay_port, replay_offset) {
-        (Some(port), _) => ReplayPort::Port(port),
-        (None, Some(offset)) => ReplayPort::Offset(offset),
-        (None, None) => ReplayPort::Off,
+    service.endpoints.iter().flat_map(move |endpoint| of_endpoint(service.rule(), endpoint, replay_offset))
+}
+
+/// Rank n publishes where the engine says, else at the rule's port plus n.
+///
+/// Source: vLLM's `ZmqEventPublisher` adds the rank to both of its ports.
+fn of_endpoint(rule: &Rule, endpoint: &Endpoint, replay_offset: Option<u16>) -> Vec<(Key, Listening)> {
+    let Some(kv) = &endpoint.kv else { return Vec::new() };
+    let (event_port, replay_port) = (rule.event_port(&endpoint.spec), rule.replay_port(&endpoint.spec));
+    let facts = endpoint.meters.facts();
+    let said = facts.as_ref().and_then(|facts| facts.sources.known());
+    // An engine that publishes elsewhere than the rule says is another one, or seen through another address.
+    let source = |rank: u16| {
+        let source = said?.get(&rank.into())?;
+        (source.port() == event_port.checked_add(rank)).then_some(source)
     };
-    service.endpoints.iter().filter_map(move |endpoint| {
-        let listening =
-            Listening { place: endpoint.spec.key.clone(), port: rule.kv.zmq_port, replay, kv: endpoint.kv.clone()? };
-        Some(((rule.id, endpoint.meters.id), listening))
-    })
+    let ranks =
+        rule.kv.dp_ranks.map_or_else(|| facts.as_ref().and_then(|facts| facts.ranks()).unwrap_or(1), usize::from);
+    let ranks = ranks.clamp(1, RANKS_MAX);
+    kv.keep_feeds(ranks);
+    let stream = |rank: u16| {
+        let port = event_port.checked_add(rank)?;
+        let replay = match (replay_port, source(rank), replay_offset) {
+            (Some(port), _, _) => port.checked_add(rank).map_or(ReplayPort::Off, ReplayPort::Port),
+            (None, _, None | Some(0)) => ReplayPort::Off,
+            (None, Some(source), Some(_)) => source.replay_port().map_or(ReplayPort::Absent, ReplayPort::Port),
+            (None, None, Some(offset)) => port.checked_add(offset).map_or(ReplayPort::Off, ReplayPort::Port),
+        };
+        let place = endpoint.spec.key.clone();
+        let listening = Listening { place, feed: usize::from(rank), port, replay, kv: Arc::clone(kv) };
+        Some(((rule.id, endpoint.meters.id, rank), listening))
+    };
+    (0..u16::try_from(ranks).unwrap_or(1)).filter_map(stream).collect()
 }
 
 async fn listen(key: Key, listening: Listening) {
-    let Listening { place, port, replay, kv } = listening;
+    let Listening { place, feed, port, replay, kv } = listening;
+    let rank = if feed > 0 { format!(" rank {feed}") } else { String::new() };
     let subscription = Subscription {
-        label: format!("{}/{place}", key.0),
+        label: format!("{}/{place}{rank}", key.0),
+        feed,
         http: Some(place.to_string()),
         host: place.host,
         port,

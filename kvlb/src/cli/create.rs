@@ -167,7 +167,7 @@ struct KvFlags {
     /// Tokens per block: the engine's --block-size
     #[arg(long, value_name = "TOKENS")]
     kv_block_size: Option<i64>,
-    /// sha256_cbor or xxhash_cbor: the engine's --prefix-caching-hash-algo
+    /// sha256_cbor, xxhash_cbor, sha256 or xxhash: the engine's --prefix-caching-hash-algo
     #[arg(long, value_name = "ALGO")]
     kv_hash_algo: Option<String>,
     /// The engine's event port
@@ -179,7 +179,7 @@ struct KvFlags {
     /// vllm or llamacpp; never changes for a rule
     #[arg(long, value_name = "ENGINE")]
     kv_engine_type: Option<String>,
-    /// Data-parallel ranks of an engine, 1 to 8
+    /// Data-parallel ranks of an engine, 1 to 8; as many as it says unless said
     #[arg(long, value_name = "N")]
     kv_dp_ranks: Option<i64>,
     /// prefix (what the engine can use) or count
@@ -191,9 +191,15 @@ struct KvFlags {
     /// No load bound is below this many requests
     #[arg(long, value_name = "N")]
     kv_load_floor: Option<i64>,
-    /// auto or parity
+    /// auto, parity or rehash: blocks are named as the engine does, or in kvlb's own way
     #[arg(long, value_name = "KEYING")]
     kv_keying: Option<String>,
+    /// What a block in an offload tier is worth, 0 to 1 of one on the GPU: cpu=0.5,storage=0.2
+    #[arg(long, value_name = "MEDIUM=WEIGHT", value_delimiter = ',', value_parser = tier_weight)]
+    kv_tier_weights: Vec<(String, serde_json::Value)>,
+    /// Score and count what the KV tier would choose, and let --select choose
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    kv_observe: Option<bool>,
     /// Parts of the endpoints in their order: prefill, decode, normal
     #[arg(long, value_name = "ROLE", value_delimiter = ',', value_parser = words(ROLES, &[0, 1, 2]))]
     ep_role: Vec<String>,
@@ -363,6 +369,9 @@ impl KvFlags {
         f.set("kvLbMode", self.kv_lb_mode.as_ref());
         f.set("kvLoadFloor", self.kv_load_floor);
         f.set("kvKeying", self.kv_keying.as_ref());
+        let weights: serde_json::Map<_, _> = self.kv_tier_weights.iter().cloned().collect();
+        f.set("kvTierWeights", (!weights.is_empty()).then_some(weights));
+        f.set("kvObserve", self.kv_observe);
         f.set("pd_disagg_mode", self.pd_disagg);
     }
 }
@@ -393,6 +402,13 @@ impl StoredFlags {
         f.set("cb_enable", self.cb_enable);
         f.set("backend_keepalive_interval_sec", self.backend_keepalive_interval);
     }
+}
+
+/// One of `--kv-tier-weights`.
+fn tier_weight(text: &str) -> Result<(String, serde_json::Value), String> {
+    let (medium, weight) = text.split_once('=').ok_or("write MEDIUM=WEIGHT, as cpu=0.5")?;
+    let weight = weight.parse::<serde_json::Number>().map_err(|error| format!("weight {weight:?}: {error}"))?;
+    Ok((medium.to_owned(), weight.into()))
 }
 
 /// One of `--tcp`.

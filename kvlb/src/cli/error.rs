@@ -3,8 +3,10 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-/// The exit code of `get kvstatus` where a contract is a mismatch.
+/// The exit code where a contract is a mismatch, or may be one.
 pub(super) const MISMATCH: u8 = 6;
+/// The exit code where nobody answers.
+pub(super) const UNAVAILABLE: u8 = 5;
 
 /// Why a client command failed.
 #[derive(Debug, thiserror::Error)]

@@ -8,9 +8,11 @@ mod api;
 mod create;
 mod error;
 mod grid;
+mod preflight;
 mod save;
 mod table;
 mod unserved;
+mod verify;
 
 #[cfg(test)]
 mod tests;
@@ -28,7 +30,7 @@ pub use error::CliError;
 use api::Api;
 use table::Screen;
 
-use crate::config::{Client, ClientFlags, Config, Env, UpFlags};
+use crate::config::{Client, ClientFlags, Config, Engines, Env, UpFlags};
 
 /// What a command line asks for.
 #[derive(Debug)]
@@ -47,6 +49,8 @@ pub struct Invocation {
     client: Client,
     output: Option<Output>,
     command: Command,
+    /// What `preflight` judges engines by that have no rule.
+    engines: Option<Engines>,
     program: &'static str,
 }
 
@@ -81,7 +85,11 @@ fn ready(cli: Cli, env: &Env, program: &'static str) -> Result<Parsed, CliError>
         return Ok(Parsed::Up(Box::new(Config::new(&flags, env, cores).map_err(bad)?)));
     }
     let client = Client::new(&cli.client, env).map_err(bad)?;
-    Ok(Parsed::Client(Box::new(Invocation { client, output: cli.output, command: cli.command, program })))
+    let engines = match &cli.command {
+        Command::Preflight(preflight) => Some(preflight.engines(env).map_err(bad)?),
+        _ => None,
+    };
+    Ok(Parsed::Client(Box::new(Invocation { client, output: cli.output, command: cli.command, engines, program })))
 }
 
 /// The grammar. `up` knows the flags of client commands, so that it can refuse them, but does not show them.
@@ -178,6 +186,10 @@ enum Command {
     Set(Set),
     /// Show what would become of a request
     Explain(Explain),
+    /// Compare engines with a rule, or with flags, leg by leg; changes nothing
+    Preflight(preflight::Preflight),
+    /// Send two small requests through a rule and see whether its KV tier serves them
+    Verify(verify::Verify),
     /// Write all rules to a file
     Save(Save),
     /// Create the rules of a file
@@ -239,6 +251,12 @@ enum Get {
     /// The contract and inventory of every subscribed endpoint; ends with 6 where a contract is a mismatch
     #[command(name = "kvstatus")]
     KvStatus {
+        /// Only of this rule
+        #[arg(long)]
+        service_id: Option<u32>,
+    },
+    /// Prompt tokens that engines did not compute again, beside what kvlb predicted
+    Savings {
         /// Only of this rule
         #[arg(long)]
         service_id: Option<u32>,
@@ -324,18 +342,33 @@ enum Light {
 
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
-  kvlb explain --service-id=1 request.json
-  echo '{\"model\":\"m\",\"prompt\":\"…\"}' | kvlb explain --service-id=1 -")]
+  kvlb explain 1 < request.json
+  kvlb explain chat request.json
+  kvlb explain --service-id=1 request.json")]
 struct Explain {
-    /// The rule's number, as get lb shows it
+    /// The rule's number, instead of RULE
     #[arg(long)]
-    service_id: u32,
+    service_id: Option<u32>,
     /// The request's path, where its body does not tell
     #[arg(long)]
     path: Option<String>,
-    /// The request's body; - for standard input
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    /// The rule's number or name, and the file with the request's body; without a file, or with -, standard input
+    #[arg(value_name = "RULE] [FILE", num_args = 0..=2)]
+    rule_and_file: Vec<String>,
+}
+
+impl Explain {
+    /// The rule, unless the flag says it, and the file.
+    fn operands(&self) -> Result<(Option<&str>, PathBuf), CliError> {
+        let mut operands = self.rule_and_file.iter().map(String::as_str);
+        let rule = if self.service_id.is_some() { None } else { operands.next() };
+        let file = PathBuf::from(operands.next().unwrap_or("-"));
+        match (self.service_id, rule, operands.next()) {
+            (None, None, _) => Err(CliError::Argument("say which rule: kvlb explain RULE < request.json".to_owned())),
+            (Some(_), _, Some(_)) => Err(CliError::Argument("--service-id and RULE both name a rule".to_owned())),
+            _ => Ok((rule, file)),
+        }
+    }
 }
 
 #[derive(Args, Clone, Debug)]
@@ -381,6 +414,8 @@ async fn execute(invocation: &Invocation) -> Result<Answer, CliError> {
         Command::Delete(delete) => deleted(&api, delete, output).await,
         Command::Set(Set::Ep { endpoint, state }) => set(&api, endpoint, *state, output).await,
         Command::Explain(explain) => explained(&api, explain, output).await,
+        Command::Preflight(preflight) => preflight.run(&api, invocation.engines.as_ref(), output).await,
+        Command::Verify(verify) => verify.run(&api, output).await,
         Command::Save(save) => save::save(&api, &save.config_path).await,
         Command::Apply(Apply { lb, file }) => {
             let file = lb.as_ref().or(file.as_ref()).ok_or_else(|| CliError::Argument("no file".to_owned()))?;
@@ -420,10 +455,33 @@ fn success(answer: &Value, output: Option<Output>) -> String {
     };
     let rules = if numbers.len() == 1 { "rule" } else { "rules" };
     let change = answer["change"].as_str().unwrap_or("deleted");
-    if numbers.is_empty() {
+    let mut text = if numbers.is_empty() {
         format!("Success: {change}\n")
     } else {
         format!("Success: {rules} {} {change}\n", numbers.join(", "))
+    };
+    for note in answer["notes"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        text.extend([format!("note: {note}\n")]);
+    }
+    text
+}
+
+/// The rule that an operator means by its number or its name, as the API shows it.
+async fn find_rule(api: &Api, which: &str) -> Result<Value, CliError> {
+    let by = if which.parse::<u32>().is_ok() { "id" } else { "name" };
+    let mut answer = api.get(&["config", "loadbalancer", by, which], &[]).await?;
+    match answer["lbAttr"].as_array_mut().map(std::mem::take).unwrap_or_default() {
+        rules if rules.len() > 1 => {
+            let ids: Vec<_> = rules.iter().map(|rule| rule["id"].to_string()).collect();
+            Err(CliError::Argument(format!(
+                "{} rules are named {which:?}: say which by number: {}",
+                ids.len(),
+                ids.join(", ")
+            )))
+        }
+        rules => {
+            rules.into_iter().next().ok_or_else(|| CliError::Failed(format!("no rule {which} in the API's answer")))
+        }
     }
 }
 
@@ -443,6 +501,10 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
             let query = service_id.map(|id| ("service_id", id.to_string()));
             (vec!["config", "ai", "kv", "status"], query.into_iter().collect())
         }
+        Get::Savings { service_id } => {
+            let query = service_id.map(|id| ("service_id", id.to_string()));
+            (vec!["config", "ai", "kv", "savings"], query.into_iter().collect())
+        }
         Get::Metrics => return api.text(&["metrics"]).await.map(Answer::from),
         Get::Status => (vec!["status"], vec![]),
         Get::Version => return versions(api, output).await,
@@ -453,6 +515,7 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
         Get::Ep => table::endpoints(answer, screen),
         Get::KvInventory { .. } => table::inventory(answer, screen),
         Get::KvStatus { .. } => table::kv_status(answer, screen),
+        Get::Savings { .. } => table::savings(answer, screen),
         Get::Status | Get::Metrics | Get::Version => table::status(answer, screen),
     });
     let broken = matches!(get, Get::KvStatus { .. }) && table::any_mismatch(&answer);
@@ -528,8 +591,14 @@ fn host_and_port(text: &str) -> Option<(&str, Option<u16>)> {
 }
 
 async fn explained(api: &Api, explain: &Explain, output: Option<Output>) -> Result<Answer, CliError> {
-    let bytes = save::read_input(&explain.file)?;
-    let mut query = vec![("service_id", explain.service_id.to_string())];
+    let (rule, file) = explain.operands()?;
+    let id = match rule {
+        None => explain.service_id.unwrap_or_default().to_string(),
+        Some(which) if which.parse::<u32>().is_ok() => which.to_owned(),
+        Some(name) => find_rule(api, name).await?["id"].to_string(),
+    };
+    let bytes = save::read_input(&file)?;
+    let mut query = vec![("service_id", id)];
     query.extend(explain.path.clone().map(|path| ("path", path)));
     let answer = api.post_bytes(&["config", "ai", "kv", "explain"], &query, bytes).await?;
     Ok(shown(&answer, output, table::explanation).into())

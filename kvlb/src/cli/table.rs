@@ -188,9 +188,13 @@ fn endpoint_state(endpoint: &Value) -> String {
 
 /// `get kvinventory`: loxicmd's line, then the names.
 pub(super) fn inventory(answer: &Value, screen: Screen) -> String {
-    let mut grid = Grid::of(&["block index", "hash", "hex"]);
+    let rehashed = answer["keying"] == "rehash";
+    let mut grid =
+        Grid::of(if rehashed { &["block index", "hash", "hex", "name"] } else { &["block index", "hash", "hex"] });
     for block in list(answer, "blocks") {
-        grid.add([cell(&block["block_idx"]), cell(&block["hash_uint64"]), cell(&block["hash_hex"])]);
+        let mut row = vec![cell(&block["block_idx"]), cell(&block["hash_uint64"]), cell(&block["hash_hex"])];
+        row.extend(rehashed.then(|| cell(&block["name"])));
+        grid.add(row);
     }
     format!(
         "service_id={} ep_idx={} hash_algo={} keying={} total={}\n{}",
@@ -219,6 +223,8 @@ pub(super) fn kv_status(answer: &Value, screen: Screen) -> String {
         spare("Last event", 3),
         spare("Gaps", 4),
         spare("Restarts", 8),
+        spare("Ranks", 10),
+        spare("Orphans", 9),
     ]);
     let mut details = String::new();
     for service in services(answer) {
@@ -238,6 +244,8 @@ pub(super) fn kv_status(answer: &Value, screen: Screen) -> String {
                 kv["lastEventAgeMs"].as_u64().map_or_else(String::new, age),
                 cell(&kv["gaps"]),
                 cell(&kv["restarts"]),
+                cell(&kv["ranks"]),
+                cell(&kv["orphans"]),
             ]);
             if let Some(detail) = kv["detail"].as_str().filter(|detail| !detail.is_empty()) {
                 let id = cell(&service["service_id"]);
@@ -246,6 +254,45 @@ pub(super) fn kv_status(answer: &Value, screen: Screen) -> String {
         }
     }
     grid.render(screen) + &details
+}
+
+/// `get savings`.
+pub(super) fn savings(answer: &Value, screen: Screen) -> String {
+    let mut grid = Grid::of(&[
+        "Rule",
+        "Idx",
+        "Endpoint",
+        "Requests",
+        "Prompt tokens",
+        "Predicted",
+        "Not computed again",
+        "Share",
+        "Distrusted",
+    ]);
+    for service in list(answer, "services") {
+        for endpoint in list(service, "endpoints") {
+            let savings = &endpoint["savings"];
+            grid.add([
+                cell(&service["service_id"]),
+                cell(&endpoint["ep_idx"]),
+                place(endpoint),
+                cell(&savings["requests"]),
+                cell(&savings["promptTokens"]),
+                cell(&savings["predictedTokens"]),
+                cell(&savings["reportedTokens"]),
+                share(savings["reportedTokens"].as_u64(), savings["promptTokens"].as_u64()),
+                cell(&savings["distrusted"]),
+            ]);
+        }
+    }
+    grid.render(screen) + "Tokens of requests whose engine reports them (vLLM: --enable-prompt-tokens-details).\n"
+}
+
+fn share(part: Option<u64>, whole: Option<u64>) -> String {
+    match (part, whole) {
+        (Some(part), Some(whole)) if whole > 0 => format!("{}%", part.saturating_mul(100) / whole),
+        _ => "-".to_owned(),
+    }
 }
 
 /// Whether the contract of any endpoint is broken.
@@ -371,9 +418,11 @@ fn place(endpoint: &Value) -> String {
 }
 
 fn verdict(kv: &Value) -> String {
+    // A broken leg costs nothing where blocks have names of ours.
+    let healed = if kv["keying"] == "rehash" { " (rehash)" } else { "" };
     match kv["leg"].as_str() {
-        Some(leg) => format!("{}: {leg}", cell(&kv["contract"])),
-        None => cell(&kv["contract"]),
+        Some(leg) => format!("{}: {leg}{healed}", cell(&kv["contract"])),
+        None => format!("{}{healed}", cell(&kv["contract"])),
     }
 }
 

@@ -52,7 +52,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         --security=plain --monitor --probetype=http --probeport=9 --probereq=/h --proberesp=ok --probetimeout=5 \
         --proberetries=3 --kv-exact-mode=3 --kv-block-size=32 --kv-hash-algo=xxhash_cbor --kv-zmq-port=1 \
         --kv-replay-port=2 --kv-engine-type=vllm --kv-dp-ranks=1 --kv-score=count --kv-lb-mode=off --kv-load-floor=1 \
-        --kv-keying=auto --ep-role=normal,any --pd-disagg=false --decision-headers --forwarded-headers=false \
+        --kv-keying=auto --kv-tier-weights=cpu=0.5,storage=0 --kv-observe --ep-role=normal,any --pd-disagg=false --decision-headers --forwarded-headers=false \
         --max-inspect-bytes=5 --client-half-close=allow --inatimeout=9 --connect-timeout=8 --first-byte-timeout=7 \
         --max-stream-duration=6 --backend-protocol=http1 --kv-warmup=1 --nixl-port=1,2 --pd-cache-aware \
         --pd-session-ttl=1 --pd-cache-threshold=1 --pd-balance-abs-threshold=1 --pd-bootstrap-port=1 --sse-mode \
@@ -64,7 +64,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         "adminStateUp": false, "monitor": true, "probetype": "http", "probeport": 9, "probereq": "/h",
         "proberesp": "ok", "probeTimeout": 5, "probeRetries": 3, "kvExactMode": 3, "kvBlockSize": 32,
         "kvHashAlgo": "xxhash_cbor", "kvZmqPort": 1, "kvReplayPort": 2, "kvEngineType": "vllm", "kvDpRankCount": 1,
-        "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "auto", "pd_disagg_mode": false,
+        "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "auto", "kvTierWeights": {"cpu": 0.5, "storage": 0}, "kvObserve": true, "pd_disagg_mode": false,
         "decisionHeaders": true, "forwardedHeaders": false, "maxInspectBytes": 5, "clientHalfClose": "allow",
         "inactiveTimeOut": 9, "timeoutMemberConnect": 8, "timeoutFirstByte": 7, "max_stream_duration_sec": 6,
         "backend_protocol": "http1", "kvWarmupSec": 1, "pd_cache_aware_mode": true, "pd_session_ttl_sec": 1,
@@ -353,6 +353,65 @@ async fn a_mismatch_in_kvstatus_is_an_exit_code_of_its_own() {
         assert_eq!(api.run("kvlb get kvstatus").await.map_err(|e| e.to_string()).map(|a| a.code), Ok(code));
         assert_eq!(api.run("kvlb get kvstatus -o json").await.map_err(|e| e.to_string()).map(|a| a.code), Ok(code));
     }
+}
+
+/// An API whose rule 3 has this preflight.
+async fn preflighted(report: &Value) -> Fake {
+    let mut body = report.clone();
+    body["lbAttr"] = json!([{"id": 3}]);
+    Fake::answering(200, Box::leak(body.to_string().into_boxed_str())).await
+}
+
+#[tokio::test]
+async fn preflight_passes_only_where_every_leg_holds() {
+    let report = |verdict: &str| {
+        let leg = json!({"leg": "seed", "engine": "e", "ours": "o", "verdict": verdict, "advice": "do this"});
+        json!({"verdict": verdict, "endpoints": [{"ep_idx": 0, "endpoint": "a:1", "legs": [leg]}], "pool": []})
+    };
+    for (verdict, code) in [("ok", 0), ("warn", 0), ("unknown", 6), ("broken", 6), ("unreachable", 5)] {
+        let api = preflighted(&report(verdict)).await;
+        let answer = api.run("kvlb preflight chat").await.unwrap();
+        assert_eq!(answer.code, code, "{verdict}");
+        assert!(answer.text.contains(&format!("endpoint 0 a:1: seed {verdict}: do this\n")), "{}", answer.text);
+        assert!(answer.text.ends_with(&format!("verdict: {verdict}\n")));
+        assert_eq!(api.last(), "GET /netlox/v1/config/ai/kv/preflight?service_id=3");
+        assert!(api.asked.lock().unwrap()[0].ends_with("/config/loadbalancer/name/chat"));
+        assert_eq!(api.run("kvlb preflight 3 -o json").await.map(|answer| answer.code).unwrap(), code);
+        assert!(api.asked.lock().unwrap().iter().any(|line| line.ends_with("/config/loadbalancer/id/3")));
+    }
+    let unknown = preflighted(&report("unknown")).await;
+    assert_eq!(unknown.run("kvlb preflight 3 --allow-unknown").await.map(|answer| answer.code).unwrap(), 0);
+    let broken = preflighted(&report("broken")).await;
+    assert_eq!(broken.run("kvlb preflight 3 --allow-unknown").await.map(|answer| answer.code).unwrap(), 6);
+}
+
+#[tokio::test]
+async fn what_preflight_cannot_mean_is_a_bad_argument() {
+    let api = preflighted(&json!({"verdict": "ok"})).await;
+    for (line, words) in [
+        ("kvlb preflight chat http://a:1", "not both"),
+        ("kvlb preflight 1 2", "one rule at a time"),
+        ("kvlb preflight 1 --kv-block-size=32", "--kv-block-size goes with URLs"),
+        ("kvlb preflight https://a:1", "plain http only"),
+        ("kvlb preflight http://a:1 --kv-block-size=0", "--kv-block-size"),
+        ("kvlb preflight http://a:1 --kv-hash-algo=md5", "sha256_cbor"),
+    ] {
+        let error = api.run(line).await.unwrap_err();
+        assert!(error.exit_code() == 2 && error.to_string().contains(words), "{line}: {error}");
+    }
+    let several = Fake::answering(200, r#"{"lbAttr":[{"id":1},{"id":2}]}"#).await;
+    let error = several.run("kvlb preflight chat").await.unwrap_err();
+    assert!(error.exit_code() == 2 && error.to_string().contains("by number: 1, 2"), "{error}");
+}
+
+#[tokio::test]
+async fn what_engines_contradict_is_told_where_a_rule_is_made() {
+    let answer =
+        r#"{"result":"Success","id":4,"change":"created","notes":["endpoint 0 (a:1): block_size: engine 32"]}"#;
+    let api = Fake::answering(200, answer).await;
+    let created = api.run("kvlb create lb 127.0.0.9 --tcp=80:8000 --endpoints=192.0.2.1:1").await.unwrap();
+    let text = "Success: rule 4 created\nnote: endpoint 0 (a:1): block_size: engine 32\n";
+    assert_eq!(created, Answer { text: text.to_owned(), code: 0 });
 }
 
 #[tokio::test]

@@ -12,7 +12,7 @@ const ADMISSION: &str = "admission control is not served yet";
 const RING: &str = "selectors 8 and 10 are not served yet";
 
 /// Name, whether it takes a value, and why it is refused.
-const FLAGS: [(&str, bool, &str); 48] = [
+const FLAGS: [(&str, bool, &str); 47] = [
     ("udp", VALUE, TCP_ONLY),
     ("sctp", VALUE, TCP_ONLY),
     ("icmp", SWITCH, TCP_ONLY),
@@ -59,7 +59,6 @@ const FLAGS: [(&str, bool, &str); 48] = [
     ("kv-model-profile", VALUE, "stage the tokenizer by the model's slug"),
     ("kv-exact-api-mode", VALUE, "completions and chat are both read"),
     ("kv-warmup-enforce", SWITCH, "the KV tier answers as soon as it knows blocks"),
-    ("kv-tier-weights", VALUE, "only GPU blocks count so far"),
     ("no-endpoint", VALUE, "the answer is 503"),
 ];
 

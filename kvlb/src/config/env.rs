@@ -100,6 +100,9 @@ pub enum ConfigError {
     /// A value that is not UTF-8.
     #[error("{0} is not UTF-8 text")]
     NotText(&'static str),
+    /// A flag that means nothing without another.
+    #[error("{0} needs {1} too")]
+    Needs(&'static str, &'static str),
     /// Two flags that contradict each other.
     #[error("{0} and {1} contradict each other")]
     Both(&'static str, &'static str),

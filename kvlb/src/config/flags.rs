@@ -9,6 +9,14 @@ use clap::Args;
 /// The flags of `kvlb up`. Each has a `KVLB_*` twin in the environment; the flag wins.
 #[derive(Args, Clone, Debug, Default)]
 pub struct UpFlags {
+    /// Serve the engines of --endpoint here, by a rule made of what they say of themselves [env: KVLB_LISTEN]
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub listen: Option<String>,
+
+    /// An engine, as http://HOST:PORT; may be repeated [env: KVLB_ENDPOINT, separated by commas]
+    #[arg(long, value_name = "URL")]
+    pub endpoint: Vec<String>,
+
     /// Where the REST API listens; it has no authentication [env: KVLB_API] [default: 127.0.0.1:11111]
     #[arg(long, value_name = "ADDR:PORT")]
     pub api: Option<String>,
@@ -51,6 +59,10 @@ pub struct UpFlags {
     /// [env: KVLB_DECISION_BUDGET_MS] [default: 20]
     #[arg(long, value_name = "MS")]
     pub decision_budget_ms: Option<String>,
+
+    /// The engines' --api-key, where they have one; sent to their /v1 paths alone [env: KVLB_ENGINE_KEY]
+    #[arg(long, value_name = "KEY")]
+    pub engine_key: Option<String>,
 
     /// How log lines look [env: KVLB_LOG_FORMAT] [default: text]
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"])]

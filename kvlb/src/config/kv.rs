@@ -120,9 +120,7 @@ impl Kv {
         let offset = small("LLB_KV_REPLAY_PORT_OFFSET", 0, 65_534, REPLAY_OFFSET.into())?;
         let cold = ColdStart::default();
         Ok(Self {
-            none_seed: env
-                .text("LLB_KV_NONE_HASH_SEED")?
-                .map_or(NoneSeed::Unset, |seed| NoneSeed::Text(seed.to_owned())),
+            none_seed: none_seed(env)?,
             hash_debug: env.setting("LLB_KV_HASH_DEBUG")?.map_or(Ok(false), |setting| setting.switch())?,
             min_match_tokens: small("LLB_KV_MIN_MATCH_TOKENS", 0, 4_096, MIN_MATCH_TOKENS)?,
             settings: settings(
@@ -165,6 +163,12 @@ impl Kv {
         }
         warnings
     }
+}
+
+/// `LLB_KV_NONE_HASH_SEED`, whose empty text is a text.
+pub(super) fn none_seed(env: &Env) -> Result<NoneSeed, ConfigError> {
+    let seed = env.text("LLB_KV_NONE_HASH_SEED")?;
+    Ok(seed.map_or(NoneSeed::Unset, |seed| NoneSeed::Text(seed.to_owned())))
 }
 
 fn settings(env: &Env, mean_load_factor: u32) -> Result<Settings, ConfigError> {

@@ -4,6 +4,7 @@
 //! with the environment ([`Config`], [`Client`]). The only reader of either. Invariant: a [`Config`] that exists is
 //! valid; a value that is not is refused by the name of its flag or variable, with what is allowed.
 
+mod engines;
 mod env;
 mod flags;
 mod kv;
@@ -15,6 +16,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+pub use engines::{Engines, ZeroTouch};
 pub use env::{ConfigError, Env};
 pub use flags::{ClientFlags, UpFlags};
 pub use kv::{ColdStart, Kv, Relief};
@@ -26,6 +28,8 @@ use crate::telemetry::LogFormat;
 
 /// LoxiLB's API port.
 const API_PORT: u16 = 11_111;
+/// LoxiLB's place for tokenizers.
+const TOKENIZER_DIR: &str = "/etc/loxilb/tokenizers";
 /// More data threads than this are a slip of the finger: kvlb runs one per core.
 const THREADS_MAX: u64 = 1_024;
 /// Kubernetes kills a pod after 30 s unless told otherwise.
@@ -58,6 +62,10 @@ pub struct Config {
     pub log_format: LogFormat,
     /// Which log lines are written: a level, or a list of `target=level`.
     pub log_level: String,
+    /// The engines' `--api-key`.
+    pub engine_key: Option<String>,
+    /// A rule that is made of what the engines say.
+    pub zero_touch: Option<ZeroTouch>,
     /// The KV tier.
     pub kv: Kv,
     /// `LLB_PD_PREFILL_TIMEOUT_SEC`, 30 s unless set.
@@ -87,7 +95,7 @@ impl Config {
         Ok(Self {
             api: both.text("--api", flags.api.as_ref(), "KVLB_API")?.map_or_else(|| Ok(api_default()), |s| api(&s))?,
             state_dir: state_dir(flags, &both)?,
-            tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", "/etc/loxilb/tokenizers")?,
+            tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", TOKENIZER_DIR)?,
             datapath: both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?,
             pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", "/sys/fs/bpf/kvlb")?,
             io: both.word("--io", flags.io.as_ref(), "KVLB_IO", &IOS)?,
@@ -99,6 +107,8 @@ impl Config {
             log_level: both
                 .text("--log-level", flags.log_level.as_ref(), "KVLB_LOG_LEVEL")?
                 .map_or_else(|| Ok("info".to_owned()), |setting| log_level(&setting))?,
+            engine_key: engines::engine_key(flags.engine_key.as_ref(), &both)?,
+            zero_touch: ZeroTouch::read(flags, &both)?,
             kv: Kv::read(
                 env,
                 both.text("--decision-budget-ms", flags.decision_budget_ms.as_ref(), "KVLB_DECISION_BUDGET_MS")?,
@@ -116,7 +126,7 @@ const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll"
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 14] = [
+const TWINS: [&str; 17] = [
     "KVLB_API",
     "KVLB_TOKENIZER_DIR",
     "KVLB_STATE_DIR",
@@ -129,6 +139,9 @@ const TWINS: [&str; 14] = [
     "KVLB_DECISION_BUDGET_MS",
     "KVLB_LOG_FORMAT",
     "KVLB_LOG_LEVEL",
+    "KVLB_ENGINE_KEY",
+    "KVLB_LISTEN",
+    "KVLB_ENDPOINT",
     "KVLB_APISERVER",
     "KVLB_APIPORT",
 ];

@@ -22,6 +22,8 @@ fn nothing_set_is_the_documented_default() {
         drain_timeout: Duration::from_secs(30),
         log_format: LogFormat::Text,
         log_level: "info".to_owned(),
+        engine_key: None,
+        zero_touch: None,
         kv: Kv {
             none_seed: NoneSeed::Unset,
             hash_debug: false,
@@ -59,6 +61,9 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         ("KVLB_DECISION_BUDGET_MS", "5"),
         ("KVLB_LOG_FORMAT", "json"),
         ("KVLB_LOG_LEVEL", "warn,kvlb::ingest=debug"),
+        ("KVLB_ENGINE_KEY", "k"),
+        ("KVLB_LISTEN", "10.0.0.1:80"),
+        ("KVLB_ENDPOINT", "http://a:8000, b:8000,,a:8000"),
     ]);
     let by_env = Config::new(&UpFlags::default(), &env, 2).unwrap();
     assert_eq!((by_env.api.to_string().as_str(), by_env.threads), ("[::1]:1", 7));
@@ -67,10 +72,15 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!((by_env.datapath, by_env.io, by_env.log_format), (Datapath::None, Io::Uring, LogFormat::Json));
     assert_eq!((by_env.drain_timeout, by_env.kv.decision_budget), (Duration::from_mins(2), Duration::from_millis(5)));
     assert_eq!(by_env.log_level, "warn,kvlb::ingest=debug");
+    assert_eq!(by_env.engine_key.as_deref(), Some("k"));
+    assert_eq!(by_env.zero_touch, Some(pool("10.0.0.1:80", &["a:8000", "b:8000"])));
     assert!(by_env.warnings.is_empty());
 
     let text = |text: &str| Some(text.to_owned());
     let flags = UpFlags {
+        listen: text("[::]:81"),
+        endpoint: vec!["http://c:1/v1".to_owned()],
+        engine_key: text("l"),
         api: text("127.0.0.1:2"),
         tokenizer_dir: Some("/u".into()),
         state_dir: None,
@@ -93,6 +103,30 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         (Duration::from_millis(500), Duration::from_millis(9))
     );
     assert_eq!(by_flag.log_level, "debug");
+    assert_eq!((by_flag.engine_key.as_deref(), by_flag.zero_touch), (Some("l"), Some(pool("[::]:81", &["c:1"]))));
+}
+
+fn pool(listen: &str, endpoints: &[&str]) -> ZeroTouch {
+    let endpoints = endpoints.iter().map(|text| crate::discover::place(text).unwrap()).collect();
+    ZeroTouch { listen: listen.parse().unwrap(), endpoints }
+}
+
+#[test]
+fn a_pool_without_a_body_needs_both_of_its_flags() {
+    let error = |listen: Option<&str>, endpoints: &[&str]| {
+        let flags = UpFlags {
+            listen: listen.map(str::to_owned),
+            endpoint: endpoints.iter().map(|&text| text.to_owned()).collect(),
+            ..UpFlags::default()
+        };
+        Config::new(&flags, &Env::default(), 2).map(|_| ()).map_err(|error| error.to_string())
+    };
+    assert_eq!(error(Some("127.0.0.1:80"), &[]), Err("--listen needs --endpoint too".to_owned()));
+    assert_eq!(error(None, &["a:1"]), Err("--endpoint needs --listen too".to_owned()));
+    assert!(error(Some("80"), &["a:1"]).is_err_and(|text| text.starts_with("--listen is \"80\"; allowed: an address")));
+    assert!(error(Some("127.0.0.1:0"), &["a:1"]).is_err());
+    assert!(error(Some("127.0.0.1:80"), &["https://a:1"]).is_err_and(|text| text.contains("plain http only")));
+    assert!(error(Some("127.0.0.1:80"), &["a b"]).is_err_and(|text| text.contains("http://HOST:PORT")));
 }
 
 #[test]

@@ -11,9 +11,7 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt;
 
 use super::events::{Attention, Medium, Stored, WireHash};
-use super::{
-    BlockExtra, BlockHash, BlockSize, Digest, EngineAlgo, ExtraKey, HashAlgo, Hasher, KeyEra, NoneSeed, TokenId,
-};
+use super::{BlockExtra, BlockHash, BlockSize, Digest, ExtraKey, HashAlgo, Hasher, KeyEra, NoneSeed, TokenId};
 
 /// Checkable events of an engine life that are all checked; a wrong leg shows in the first.
 const CHECKED_FIRST: u32 = 32;
@@ -129,6 +127,8 @@ pub struct Attestor {
     seed: NoneSeed,
     label: EngineLabel,
     era: KeyEra,
+    /// Whether an announcement has shown the era.
+    era_shown: bool,
     contract: Contract,
     checkable: u32,
     unexplained: u32,
@@ -157,6 +157,7 @@ impl Attestor {
             seed,
             label: EngineLabel::default(),
             era: KeyEra::default(),
+            era_shown: false,
             contract: Contract::Unverified,
             checkable: 0,
             unexplained: 0,
@@ -174,6 +175,13 @@ impl Attestor {
     /// How the engine writes extra keys, as far as its announcements show.
     pub const fn era(&self) -> KeyEra {
         self.era
+    }
+
+    /// Notes how the engine's version writes extra keys, until an announcement shows it.
+    pub const fn set_era(&mut self, era: KeyEra) {
+        if !self.era_shown {
+            self.era = era;
+        }
     }
 
     /// Forgets everything seen: another engine life may run with other flags.
@@ -231,7 +239,7 @@ impl Attestor {
         if stored.block_size != self.hasher.block_size().get() {
             return if self.agrees_at_a_coarser_size(stored) { Finding::Agrees } else { Finding::Disagrees };
         }
-        let algo = EngineAlgo::from(self.hasher.algo());
+        let algo = self.hasher.algo();
         let (parent, from_root) = match &stored.parent {
             None => (*self.hasher.none_hash(), true),
             Some(parent) => match (self.digests.get(parent.name), parent.digest) {
@@ -247,6 +255,7 @@ impl Attestor {
             if agree(&digests, &stored.hashes) {
                 if stored.has_keys() {
                     self.era = era;
+                    self.era_shown = true;
                 }
                 if !from_root {
                     return Finding::AlgorithmAgrees;
@@ -269,7 +278,7 @@ impl Attestor {
         if !stored.block_size.is_multiple_of(ours.get()) || stored.parent.is_some() || stored.has_keys() {
             return false;
         }
-        let algo = EngineAlgo::from(self.hasher.algo());
+        let algo = self.hasher.algo();
         let every = stored.block_size as usize / ours.tokens();
         let digests = chain(algo, *self.hasher.none_hash(), stored, ours, self.era).unwrap_or_default();
         let last_of_each: Vec<_> = digests.chunks_exact(every).map(|group| group[every - 1]).collect();
@@ -352,7 +361,7 @@ impl Attestor {
     fn explain(&self, found: &Naming) -> Option<(Leg, String)> {
         let (algo, rule) = (found.algo, self.hasher.algo());
         let seed = found.seed.as_ref().filter(|seed| **seed != self.seed);
-        if algo != EngineAlgo::from(rule) {
+        if algo != rule {
             let seeds = seed.map_or_else(String::new, |seed| {
                 format!("; its PYTHONHASHSEED is {} and ours {}", shown(seed), shown(&self.seed))
             });
@@ -366,8 +375,8 @@ impl Attestor {
         let rule = self.hasher.algo();
         let claimed = self.label.hash_algo.as_deref();
         if let Some(claimed) = claimed.filter(|claimed| *claimed != rule.label()) {
-            let advice = EngineAlgo::from_label(claimed).map_or_else(
-                || format!("the engine says prefix_caching_hash_algo {claimed}, the rule kvHashAlgo {rule}"),
+            let advice = claimed.parse().map_or_else(
+                |()| format!("the engine says prefix_caching_hash_algo {claimed}, the rule kvHashAlgo {rule}"),
                 |algo| algorithm_advice(algo, rule),
             );
             return (Leg::Algorithm, advice);
@@ -425,7 +434,7 @@ impl Attestor {
     /// Tries every known way of naming on an announcement's first block.
     fn search(&self, first: &Stored) -> Option<Naming> {
         let size = BlockSize::new(first.block_size)?;
-        let fits = |algo: EngineAlgo, parent: Digest| {
+        let fits = |algo: HashAlgo, parent: Digest| {
             [KeyEra::Tagged, KeyEra::Untagged]
                 .into_iter()
                 .filter_map(|era| chain(algo, parent, first, size, era))
@@ -433,11 +442,11 @@ impl Attestor {
         };
         if let Some(parent) = &first.parent {
             let parent = parent.digest?;
-            let algo = EngineAlgo::ALL.into_iter().find(|&algo| fits(algo, parent))?;
+            let algo = HashAlgo::ALL.into_iter().find(|&algo| fits(algo, parent))?;
             return Some(Naming { algo, seed: None });
         }
         let seeds = self.seeds();
-        let namings = EngineAlgo::ALL.into_iter().flat_map(|algo| seeds.iter().map(move |seed| (algo, seed)));
+        let namings = HashAlgo::ALL.into_iter().flat_map(|algo| seeds.iter().map(move |seed| (algo, seed)));
         let mut known = namings.filter_map(|(algo, seed)| Some((algo, seed, algo.none_hash(seed)?)));
         let (algo, seed, _) = known.find(|&(algo, _, none_hash)| fits(algo, none_hash))?;
         Some(Naming { algo, seed: Some(seed.clone()) })
@@ -446,7 +455,7 @@ impl Attestor {
 
 /// A way of naming; without a seed where the announcement does not depend on it.
 struct Naming {
-    algo: EngineAlgo,
+    algo: HashAlgo,
     seed: Option<NoneSeed>,
 }
 
@@ -495,7 +504,7 @@ fn first_block(stored: &Stored) -> Stored {
 }
 
 /// The digests of an announcement's blocks under one way of naming; nothing when a key has no encoding in it.
-fn chain(algo: EngineAlgo, parent: Digest, stored: &Stored, size: BlockSize, era: KeyEra) -> Option<Vec<Digest>> {
+fn chain(algo: HashAlgo, parent: Digest, stored: &Stored, size: BlockSize, era: KeyEra) -> Option<Vec<Digest>> {
     let mut parent = parent;
     let blocks = stored.tokens.chunks_exact(size.tokens()).enumerate();
     blocks
@@ -528,13 +537,10 @@ fn shown(seed: &NoneSeed) -> String {
     }
 }
 
-fn algorithm_advice(engine: EngineAlgo, rule: HashAlgo) -> String {
-    let ours = match engine.as_rule() {
-        Some(algo) => format!("create the rule with kvHashAlgo {algo} or "),
-        None => String::new(),
-    };
+fn algorithm_advice(engine: HashAlgo, rule: HashAlgo) -> String {
     format!(
-        "engine algorithm {engine}, rule kvHashAlgo {rule}: {ours}start the engine with --prefix-caching-hash-algo {rule}"
+        "engine algorithm {engine}, rule kvHashAlgo {rule}: create the rule with kvHashAlgo {engine} or start the engine \
+         with --prefix-caching-hash-algo {rule}"
     )
 }
 

@@ -7,7 +7,7 @@ use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::{
-    BlockExtra, BlockHash, BlockSize, Digest, Extra, ExtraKey, HashAlgo, KeyEra, NoneSeed, TokenId, cbor, pickle,
+    BlockExtra, BlockHash, BlockSize, Digest, Extra, HashAlgo, KeyEra, KeySpace, NoneSeed, TokenId, cbor, pickle,
 };
 
 /// The text that vLLM 0.29 and later hash into `NONE_HASH` when `PYTHONHASHSEED` is not set, for the sha256 variants.
@@ -23,49 +23,7 @@ pub enum HashError {
     Extra(&'static str),
 }
 
-/// Every way in which a vLLM engine may hash: `--prefix-caching-hash-algo`.
-///
-/// A rule can ask for two of them ([`HashAlgo`]); the others are known so that an engine that uses them can be told so.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum EngineAlgo {
-    /// SHA-256 over canonical CBOR.
-    Sha256Cbor,
-    /// XXH3-128 over canonical CBOR.
-    XxhashCbor,
-    /// SHA-256 over a Python pickle: vLLM's default.
-    Sha256,
-    /// XXH3-128 over a Python pickle.
-    Xxhash,
-}
-
-impl EngineAlgo {
-    /// All of them, those a rule can ask for first.
-    pub const ALL: [Self; 4] = [Self::Sha256Cbor, Self::XxhashCbor, Self::Sha256, Self::Xxhash];
-
-    /// The name that the engine's flag and its `vllm:cache_config_info` use.
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Sha256Cbor => "sha256_cbor",
-            Self::XxhashCbor => "xxhash_cbor",
-            Self::Sha256 => "sha256",
-            Self::Xxhash => "xxhash",
-        }
-    }
-
-    /// The algorithm that the engine calls `label`.
-    pub fn from_label(label: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|algo| algo.label() == label)
-    }
-
-    /// As a rule's `kvHashAlgo`, where a rule can ask for it.
-    pub const fn as_rule(self) -> Option<HashAlgo> {
-        match self {
-            Self::Sha256Cbor => Some(HashAlgo::Sha256Cbor),
-            Self::XxhashCbor => Some(HashAlgo::XxhashCbor),
-            Self::Sha256 | Self::Xxhash => None,
-        }
-    }
-
+impl HashAlgo {
     /// `NONE_HASH` under this algorithm, or nothing where it is random bytes.
     pub fn none_hash(self, seed: &NoneSeed) -> Option<Digest> {
         match (seed, self) {
@@ -109,26 +67,11 @@ impl EngineAlgo {
         self.digest(&input)
     }
 
-    fn digest(self, input: &[u8]) -> Digest {
+    pub(super) fn digest(self, input: &[u8]) -> Digest {
         match self {
             Self::Sha256Cbor | Self::Sha256 => Digest::Sha256(Sha256::digest(input).into()),
             Self::XxhashCbor | Self::Xxhash => Digest::Xxh3(xxh3_128(input).to_be_bytes()),
         }
-    }
-}
-
-impl From<HashAlgo> for EngineAlgo {
-    fn from(algo: HashAlgo) -> Self {
-        match algo {
-            HashAlgo::Sha256Cbor => Self::Sha256Cbor,
-            HashAlgo::XxhashCbor => Self::XxhashCbor,
-        }
-    }
-}
-
-impl fmt::Display for EngineAlgo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.label())
     }
 }
 
@@ -167,11 +110,15 @@ impl fmt::Display for NamedBlock {
 impl Hasher {
     /// A hasher for one engine's algorithm, `PYTHONHASHSEED` and block size.
     pub fn new(algo: HashAlgo, seed: &NoneSeed, block_size: BlockSize) -> Self {
-        let engine = EngineAlgo::from(algo);
-        let known = engine.none_hash(seed);
+        let known = algo.none_hash(seed);
         // Where the engine's own is random any value is as wrong as another; an all-zero one would look deliberate.
-        let none_hash = known.unwrap_or_else(|| engine.text_digest(UNSET_SEED));
+        let none_hash = known.unwrap_or_else(|| algo.text_digest(UNSET_SEED));
         Self { algo, block_size, none_hash, provable: known.is_some() }
+    }
+
+    /// The way of naming of an engine that writes extra keys as `era` says.
+    pub const fn key_space(&self, era: KeyEra) -> KeySpace {
+        KeySpace::parity(self.algo, self.none_hash, self.block_size, era)
     }
 
     /// The algorithm.
@@ -203,7 +150,7 @@ impl Hasher {
     /// [`HashError::Extra`] when an extra key has no encoding in `era`.
     pub fn block_hashes(&self, tokens: &[TokenId], extra: &Extra, era: KeyEra) -> Result<Vec<BlockHash>, HashError> {
         let mut names = Vec::with_capacity(tokens.len() / self.block_size.tokens());
-        self.chain(tokens, &extra.first_block(), era, |digest, _| names.push(digest.name()))?;
+        self.key_space(era).begin(extra)?.extend(tokens, &mut names);
         Ok(names)
     }
 
@@ -213,13 +160,13 @@ impl Hasher {
     /// As [`Hasher::block_hashes`].
     pub fn explain(&self, tokens: &[TokenId], extra: &Extra, era: KeyEra) -> Result<Vec<NamedBlock>, HashError> {
         let mut blocks = Vec::new();
-        self.chain(tokens, &extra.first_block(), era, |digest, input| {
+        self.key_space(era).begin(extra)?.extend_showing(tokens, |digest, input| {
             blocks.push(NamedBlock { hash: digest.name(), digest: *digest, input: input.to_vec() });
-        })?;
+        });
         Ok(blocks)
     }
 
-    /// Names one block; see [`EngineAlgo::step`].
+    /// Names one block; see [`HashAlgo::step`].
     ///
     /// # Errors
     /// As [`Hasher::block_hashes`].
@@ -230,26 +177,7 @@ impl Hasher {
         extra: BlockExtra<'_>,
         era: KeyEra,
     ) -> Result<Digest, HashError> {
-        EngineAlgo::from(self.algo).step(parent, tokens, extra, era)
-    }
-
-    fn chain(
-        &self,
-        tokens: &[TokenId],
-        first: &[ExtraKey],
-        era: KeyEra,
-        mut named: impl FnMut(&Digest, &[u8]),
-    ) -> Result<(), HashError> {
-        let algo = EngineAlgo::from(self.algo);
-        let mut extra = BlockExtra { keys: first, lookahead: &[] }.value(era)?;
-        let mut parent = self.none_hash;
-        let mut block = cbor::Block::new(parent.as_bytes().len(), self.block_size.tokens());
-        for tokens in tokens.chunks_exact(self.block_size.tokens()) {
-            let input = block.write(parent.as_bytes(), tokens, extra.take().as_ref());
-            parent = algo.digest(input);
-            named(&parent, input);
-        }
-        Ok(())
+        self.algo.step(parent, tokens, extra, era)
     }
 }
 
@@ -258,6 +186,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::contract::ExtraKey;
 
     fn hasher(seed: &str) -> Hasher {
         Hasher::new(HashAlgo::Sha256Cbor, &NoneSeed::Text(seed.to_owned()), BlockSize::new(16).unwrap())
@@ -296,7 +225,7 @@ mod tests {
     #[test]
     fn a_salt_changes_every_name_and_an_empty_one_none() {
         let salted = |salt: Option<&str>| {
-            let extra = Extra { cache_salt: salt.map(str::to_owned) };
+            let extra = Extra { cache_salt: salt.map(str::to_owned), lora: None };
             hasher("0").block_hashes(&tokens(48), &extra, KeyEra::Tagged).unwrap()
         };
         assert_eq!(salted(Some("")), salted(None));

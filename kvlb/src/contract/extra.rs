@@ -10,13 +10,37 @@ use super::{KeyEra, TokenId};
 pub struct Extra {
     /// The request's `cache_salt`. Enters the first block only; an empty one counts as absent.
     pub cache_salt: Option<String>,
+    /// The adapter that the request asks for. Enters every block.
+    pub lora: Option<Lora>,
+}
+
+/// A LoRA adapter as it enters block names.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Lora {
+    /// Its name: the model that the request asks for.
+    pub name: String,
+    /// Where the engine has it (`root` in `/v1/models`); from 0.31 part of the name.
+    pub path: Option<String>,
+    /// Its number in an engine that hashes that instead of its name: vLLM before 0.11.1.
+    pub number: Option<i64>,
 }
 
 impl Extra {
+    /// The extra keys of every block but the first.
+    pub(super) fn every_block(&self) -> Vec<ExtraKey> {
+        let key = |lora: &Lora| match lora.number {
+            Some(number) => ExtraKey::LoraId(number),
+            None => ExtraKey::Lora { name: lora.name.clone(), path: lora.path.clone() },
+        };
+        self.lora.as_ref().map(key).into_iter().collect()
+    }
+
     /// The extra keys of a prompt's first block.
     pub(super) fn first_block(&self) -> Vec<ExtraKey> {
         let salt = self.cache_salt.as_deref().filter(|salt| !salt.is_empty());
-        salt.map(|salt| ExtraKey::CacheSalt(salt.to_owned())).into_iter().collect()
+        let mut keys = self.every_block();
+        keys.extend(salt.map(|salt| ExtraKey::CacheSalt(salt.to_owned())));
+        keys
     }
 }
 

@@ -1,7 +1,7 @@
 //! What we must agree on with one engine: how it names blocks and how it speaks events.
 //!
 //! Owns the vocabulary of block names ([`TokenId`], [`BlockHash`], [`Digest`], [`BlockSize`]), the chain that names a
-//! prompt's blocks ([`Hasher`]), the decoder of an engine's event batches ([`events`]) and the check of an engine's
+//! prompt's blocks ([`KeySpace`], [`Hasher`]), the decoder of an engine's event batches ([`events`]) and the check of an engine's
 //! names against our own ([`attest`]). Never touches sockets, files, the clock or the environment.
 
 pub mod attest;
@@ -12,7 +12,11 @@ mod extra;
 mod msgpack;
 mod names;
 mod pickle;
+mod rehash;
+mod space;
 
-pub use chain::{EngineAlgo, HashError, Hasher, NamedBlock};
-pub use extra::{BlockExtra, Extra, ExtraKey};
+pub use chain::{HashError, Hasher, NamedBlock};
+pub use extra::{BlockExtra, Extra, ExtraKey, Lora};
 pub use names::{BlockHash, BlockSize, Digest, EventSeq, HashAlgo, KeyEra, NoneSeed, TokenId};
+pub use rehash::Rehash;
+pub use space::{Chain, KeySpace};

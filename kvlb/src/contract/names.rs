@@ -95,20 +95,32 @@ impl fmt::Display for EventSeq {
 }
 
 /// How an engine hashes a block: vLLM's `--prefix-caching-hash-algo`, the rule's `kvHashAlgo`.
+///
+/// All four can be computed outside the engine. The pickled ones only for what a prompt of text consists of: an object that
+/// Python meets twice in one block is pickled by its identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HashAlgo {
     /// SHA-256 over canonical CBOR.
     Sha256Cbor,
     /// XXH3-128 over canonical CBOR.
     XxhashCbor,
+    /// SHA-256 over a Python pickle: vLLM's default.
+    Sha256,
+    /// XXH3-128 over a Python pickle.
+    Xxhash,
 }
 
 impl HashAlgo {
-    /// The name that the engine's flag, the rule's field and the metrics use.
+    /// All of them, those that other languages can compute by a standard first.
+    pub const ALL: [Self; 4] = [Self::Sha256Cbor, Self::XxhashCbor, Self::Sha256, Self::Xxhash];
+
+    /// The name that the engine's flag, its `vllm:cache_config_info`, the rule's field and the metrics use.
     pub const fn label(self) -> &'static str {
         match self {
             Self::Sha256Cbor => "sha256_cbor",
             Self::XxhashCbor => "xxhash_cbor",
+            Self::Sha256 => "sha256",
+            Self::Xxhash => "xxhash",
         }
     }
 }
@@ -123,11 +135,7 @@ impl FromStr for HashAlgo {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
-        match text {
-            "sha256_cbor" => Ok(Self::Sha256Cbor),
-            "xxhash_cbor" => Ok(Self::XxhashCbor),
-            _ => Err(()),
-        }
+        Self::ALL.into_iter().find(|algo| algo.label() == text).ok_or(())
     }
 }
 

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::contract::BlockHash;
+use crate::discover::Report;
 use crate::fleet::RuleId;
 
 /// The source of everything that is shown and not written by an operator. Calls may compute, so they are made off the
@@ -17,8 +18,25 @@ pub trait Live: Send + Sync {
     /// What would become of a request; `None` where the rule is not in force.
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation>;
 
+    /// What an endpoint's cache spared so far; `None` where it is not subscribed.
+    fn savings(&self, _rule: RuleId, _position: usize) -> Option<SavingsView> {
+        None
+    }
+
     /// What an operator should know of a rule that traffic has shown, in words.
     fn notes(&self, rule: RuleId) -> Vec<String>;
+
+    /// What the engines of a rule that was just made say of themselves and the rule contradicts, in words. May wait a
+    /// moment for their answers.
+    fn contradictions(&self, _rule: RuleId) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Every leg of a rule's contract, endpoint by endpoint; `None` where the rule is not in force. Asks the engines, so
+    /// it takes seconds where they are slow.
+    fn preflight(&self, _rule: RuleId) -> Option<Report> {
+        None
+    }
 
     /// All metrics, as Prometheus text.
     fn metrics(&self) -> String;
@@ -64,17 +82,40 @@ pub struct KvView {
     pub sequence: Option<u64>,
     /// Milliseconds since the last event batch; null before the first.
     pub last_event_age_ms: Option<u64>,
+    /// Data-parallel ranks that announced blocks.
+    pub ranks: usize,
+    /// Blocks that have no name of ours because their parent was never announced.
+    pub orphans: u64,
     /// Holes in the numbers so far.
     pub gaps: u64,
     /// New lives of the engine so far.
     pub restarts: u64,
+    /// What its engine says of itself and the rule contradicts; absent where nothing.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
+}
+
+/// What one endpoint's cache spared, in tokens of the requests whose engine reports it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SavingsView {
+    /// Requests that were reported on.
+    pub requests: u64,
+    /// Their prompts' tokens.
+    pub prompt_tokens: u64,
+    /// Tokens that the mirror of the cache promised.
+    pub predicted_tokens: u64,
+    /// Tokens that the engine took from its cache: so many were not computed again.
+    pub reported_tokens: u64,
+    /// Times that the mirror was dropped because the engine reported less than half of what it promised.
+    pub distrusted: u64,
 }
 
 /// The blocks that an endpoint holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inventory {
-    /// The engine's names of them.
-    pub names: Vec<BlockHash>,
+    /// The engine's name of each, in order, and ours where it has another one.
+    pub blocks: Vec<(BlockHash, Option<BlockHash>)>,
     /// `parity` or `rehash`.
     pub keying: &'static str,
 }
@@ -101,6 +142,9 @@ pub struct Explanation {
     pub detail: Option<String>,
     /// Where the request would go; null where nobody is eligible.
     pub endpoint: Option<usize>,
+    /// Where the KV tier would send it, on a rule that only observes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub would_choose: Option<usize>,
     /// The prompts of the request.
     pub prompts: Vec<PromptView>,
     /// What was known of every endpoint.
@@ -108,12 +152,16 @@ pub struct Explanation {
 }
 
 /// One prompt of a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PromptView {
     /// Its tokens.
     pub tokens: usize,
     /// Its full blocks.
     pub blocks: usize,
+    /// Their names, in hex digits.
+    pub names: Vec<String>,
+    /// Its token ids.
+    pub token_ids: Vec<u32>,
 }
 
 /// What was known of an endpoint when it was compared.
@@ -129,4 +177,8 @@ pub struct CandidateView {
     pub load: u32,
     /// Whether it may be asked.
     pub eligible: bool,
+    /// `parity` or `rehash`; null where it is not subscribed.
+    pub keying: Option<&'static str>,
+    /// The data-parallel rank that holds them; null where it has one only, or holds none.
+    pub rank: Option<i64>,
 }

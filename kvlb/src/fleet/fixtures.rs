@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use super::{
-    Endpoint, EndpointKey, EngineType, ExactMode, KvRule, Limits, Mode, Monitor, PortRange, Role, Rule, RuleId,
-    RuleKey, Score, Selector,
+    Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor, PortRange, Role, Rule, RuleId,
+    RuleKey, Score, Selector, TierWeights,
 };
 use crate::contract::{BlockSize, HashAlgo};
 
@@ -33,7 +33,10 @@ pub(crate) fn rule() -> Rule {
             zmq_port: 5557,
             replay_port: None,
             warmup: Duration::from_secs(30),
-            dp_ranks: 1,
+            dp_ranks: None,
+            keying: Keying::Auto,
+            tier_weights: TierWeights::default(),
+            observe: false,
             score: Score::Prefix,
             lb_mode: None,
             load_floor: 4,
@@ -56,5 +59,7 @@ pub(crate) fn endpoint(last_octet: u8, role: Role) -> Endpoint {
         role,
         admin_down: false,
         monitor: None,
+        zmq_port: None,
+        replay_port: None,
     }
 }

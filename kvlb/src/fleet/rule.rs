@@ -99,6 +99,16 @@ impl Rule {
     pub fn monitor_of<'a>(&'a self, endpoint: &'a Endpoint) -> &'a Monitor {
         endpoint.monitor.as_ref().unwrap_or(&self.monitor)
     }
+
+    /// The event port of `endpoint`: its own, else the rule's.
+    pub fn event_port(&self, endpoint: &Endpoint) -> u16 {
+        endpoint.zmq_port.unwrap_or(self.kv.zmq_port)
+    }
+
+    /// The replay port that is set for `endpoint`: its own, else the rule's; `None`: as far above its event port as usual.
+    pub fn replay_port(&self, endpoint: &Endpoint) -> Option<u16> {
+        endpoint.replay_port.or_else(|| self.kv.replay_port.filter(|_| endpoint.zmq_port.is_none()))
+    }
 }
 
 /// Time limits of one rule's requests. `None`: no limit.
@@ -170,6 +180,10 @@ pub struct Endpoint {
     pub admin_down: bool,
     /// Its own probe (`POST …/config/endpoint`); `None`: the rule's.
     pub monitor: Option<Monitor>,
+    /// Its own `kvZmqPort`: several engines of one host cannot share a port.
+    pub zmq_port: Option<u16>,
+    /// Its own `kvReplayPort`.
+    pub replay_port: Option<u16>,
 }
 
 /// What tells an endpoint of a rule from the others.
@@ -246,6 +260,39 @@ pub enum Score {
     Count,
 }
 
+/// `kvKeying`: how an endpoint's blocks are named.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Keying {
+    /// As the engine names them while that is not disproved, else in our own way.
+    #[default]
+    Auto,
+    /// As the engine names them, whatever happens.
+    Parity,
+    /// In our own way.
+    Rehash,
+}
+
+impl Keying {
+    /// The word of the rule's field.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Parity => "parity",
+            Self::Rehash => "rehash",
+        }
+    }
+}
+
+/// `kvTierWeights`: what a block is worth that only an offload tier holds, in thousandths of one in the accelerator's
+/// memory. Zero, the default: nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierWeights {
+    /// In the host's memory.
+    pub cpu: u16,
+    /// On disks and in remote stores.
+    pub storage: u16,
+}
+
 /// The KV tier's settings of a rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvRule {
@@ -263,8 +310,14 @@ pub struct KvRule {
     pub replay_port: Option<u16>,
     /// `kvWarmupSec`: stored, inert as the source document says.
     pub warmup: Duration,
-    /// `kvDpRankCount`.
-    pub dp_ranks: u8,
+    /// `kvDpRankCount`: ranks, at consecutive ports; `None`: as many as the engine says it has, else one.
+    pub dp_ranks: Option<u8>,
+    /// `kvKeying`.
+    pub keying: Keying,
+    /// `kvTierWeights`.
+    pub tier_weights: TierWeights,
+    /// `kvObserve`: the tier names, scores and counts what it would choose, and the selector chooses.
+    pub observe: bool,
     /// `kvScore`.
     pub score: Score,
     /// `kvLbMode`; `None`: the process's `LOXILB_KV_LB_MODE`.

@@ -21,7 +21,7 @@ pub(crate) struct Scrape {
     pub(crate) process_start: Option<u64>,
 }
 
-/// A client for scrapes: no proxy, no redirects, and no connection kept, since engines close them sooner than the next.
+/// A client for an engine's small answers: no proxy, no redirects, and no connection kept, since engines close them sooner than the next.
 ///
 /// # Errors
 /// As the client says.
@@ -82,7 +82,7 @@ fn word(value: &str) -> String {
 }
 
 /// Splits `name="value",…` after its first label.
-fn next_label(text: &str) -> Option<(&str, String, &str)> {
+pub(crate) fn next_label(text: &str) -> Option<(&str, String, &str)> {
     let (name, rest) = text.split_once("=\"")?;
     let mut value = String::new();
     let mut letters = rest.char_indices();

@@ -22,14 +22,16 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, sleep_until, timeout};
 use zeromq::{Socket, SocketRecv, SubSocket, ZmqError, ZmqMessage};
 
+pub(crate) use label::{client as plain_client, next_label};
+
 use crate::clock;
 use crate::contract::attest::Contract;
 use crate::contract::{EventSeq, events};
-use crate::state::kv::{EndpointKv, ReplayState};
+use crate::state::kv::{EndpointKv, Feed, ReplayState};
 use guard::Pipe;
 use label::Scrape;
 use replay::Replay;
-use stream::{Action, Message, Stream, Why};
+use stream::{Action, Message, Stream, Tally, Why};
 
 /// The first pause between attempts to connect; it doubles.
 const DIAL_PAUSE_MIN: Duration = Duration::from_millis(200);
@@ -60,14 +62,16 @@ pub enum ReplayPort {
     Offset(u16),
     /// At this port.
     Port(u16),
-    /// Nowhere, or not wanted.
+    /// The engine says that it has none.
+    Absent,
+    /// Not wanted.
     Off,
 }
 
 impl ReplayPort {
     fn resolve(self, event_port: u16) -> Option<u16> {
         match self {
-            Self::Offset(0) | Self::Off => None,
+            Self::Offset(0) | Self::Absent | Self::Off => None,
             Self::Offset(offset) => event_port.checked_add(offset),
             Self::Port(port) => Some(port),
         }
@@ -79,6 +83,8 @@ impl ReplayPort {
 pub struct Subscription {
     /// How logs name the endpoint.
     pub label: String,
+    /// Which of the endpoint's event streams: the data-parallel rank that publishes there.
+    pub feed: usize,
     /// Its address or name.
     pub host: String,
     /// The port of its event socket.
@@ -91,13 +97,14 @@ pub struct Subscription {
 
 /// Follows one endpoint's events until `stop` says so or its sender is gone.
 pub async fn follow(subscription: Subscription, kv: Arc<EndpointKv>, mut stop: watch::Receiver<bool>) {
-    let mut follower = Follower::new(subscription, Arc::clone(&kv));
+    let feed = kv.feed(subscription.feed);
+    let mut follower = Follower::new(subscription, kv, Arc::clone(&feed));
     tokio::select! {
         () = follower.run() => {}
         // An error is the sender's end, which says the same.
         _ = stop.wait_for(|stop| *stop) => {}
     }
-    kv.set_connected(false);
+    feed.set_connected(false);
 }
 
 /// How long ago a batch was made, by the engine's clock and ours; zero where the two disagree about the order.
@@ -125,7 +132,12 @@ impl Drop for Task {
 struct Follower {
     subscription: Subscription,
     kv: Arc<EndpointKv>,
+    feed: Arc<Feed>,
+    /// Changes where the endpoint's blocks get other names.
+    renamed: watch::Receiver<u64>,
     stream: Stream,
+    /// What of the stream's fate is in the counters already.
+    counted: Tally,
     replay_port: Option<u16>,
     replay: Option<(Task, mpsc::Receiver<Replay>)>,
     /// Whether the endpoint refused a connection since the last was made.
@@ -140,7 +152,7 @@ struct Follower {
 }
 
 impl Follower {
-    fn new(subscription: Subscription, kv: Arc<EndpointKv>) -> Self {
+    fn new(subscription: Subscription, kv: Arc<EndpointKv>, feed: Arc<Feed>) -> Self {
         let replay_port = subscription.replay.resolve(subscription.port);
         let (connections, connection) = watch::channel(0);
         let (to, scrapes) = mpsc::channel(1);
@@ -148,8 +160,11 @@ impl Follower {
         let stream = Stream::new(replay_port.is_some(), reader.is_some(), clock::now());
         Self {
             subscription,
+            renamed: kv.watch_names(),
             kv,
+            feed,
             stream,
+            counted: Tally::default(),
             replay_port,
             replay: None,
             refused: false,
@@ -172,7 +187,7 @@ impl Follower {
             count(&self.kv.counters.recv_errors);
             let cause = end.err().map_or_else(|| "closed by the engine".to_owned(), |error| error.to_string());
             tracing::info!(endpoint = %self.subscription.label, cause, "event connection ended");
-            self.kv.set_connected(false);
+            self.feed.set_connected(false);
             self.stream.disconnected();
             self.replay = None;
             self.note();
@@ -232,7 +247,7 @@ impl Follower {
         }
         tracing::info!(endpoint = %self.subscription.label, "event socket connected");
         self.answered_start = None;
-        self.kv.set_connected(true);
+        self.feed.set_connected(true);
         let refused = std::mem::take(&mut self.refused);
         self.with_stream(|stream, now, out| stream.connected(refused, now, out));
     }
@@ -255,6 +270,8 @@ impl Follower {
                 }
                 replay = next => self.replayed(replay),
                 Some((connection, scrape)) = self.scrapes.recv() => self.scraped(connection, scrape),
+                // The endpoint's cache is as old as this task: its end is no case.
+                Ok(()) = self.renamed.changed() => self.with_stream(Stream::relearn),
                 () = until(deadline) => self.with_stream(Stream::tick),
             }
         }
@@ -305,13 +322,18 @@ impl Follower {
             }
         }
         self.note();
+        // At once, so that nothing more is applied that the replay brings again.
+        if self.renamed.has_changed().unwrap_or(false) {
+            self.renamed.mark_unchanged();
+            self.with_stream(Stream::relearn);
+        }
     }
 
     fn apply(&self, message: &Message, now: Instant) {
         let apply = || {
             let batch = events::decode(&message.batch)?;
-            self.kv.set_lag(lag(batch.ts));
-            Ok::<_, events::DecodeError>(self.kv.apply(message.seq, &batch, now))
+            self.feed.set_lag(lag(batch.ts));
+            Ok::<_, events::DecodeError>(self.kv.apply(&self.feed, message.seq, &batch, now))
         };
         match with_room_for_others(message.batch.len(), apply) {
             Ok(changed) => self.report(changed),
@@ -329,8 +351,13 @@ impl Follower {
                 tracing::info!(endpoint = %self.subscription.label, "engine restarted, inventory cleared");
             }
             Why::Gap => tracing::warn!(endpoint = %self.subscription.label, "event gap too wide, inventory cleared"),
+            Why::Renamed => tracing::debug!(endpoint = %self.subscription.label, "inventory is learned anew"),
         }
-        self.report(self.kv.clear(why == Why::NewLife));
+        self.report(self.kv.clear(&self.feed, why == Why::NewLife));
+        if why == Why::NewLife {
+            // The new life's own replay is on its way already.
+            self.renamed.mark_unchanged();
+        }
     }
 
     fn ask(&mut self, from: EventSeq) {
@@ -348,21 +375,28 @@ impl Follower {
         let endpoint = &self.subscription.label;
         match &*contract {
             Contract::Mismatch { leg, detail } => {
-                tracing::warn!(%endpoint, %leg, %detail, "the engine's block names do not agree with the rule");
+                let keying = if self.kv.is_rehashed() { "rehash" } else { "parity" };
+                tracing::warn!(%endpoint, %leg, %detail, keying, "the engine's block names do not agree with the rule");
             }
             agreed => tracing::info!(%endpoint, contract = agreed.label(), "contract"),
         }
     }
 
     /// Shows the stream's state to everybody.
-    fn note(&self) {
+    fn note(&mut self) {
         let (tally, counters) = (self.stream.tally(), &self.kv.counters);
-        counters.gaps.store(tally.gaps, Ordering::Relaxed);
-        counters.missed.store(tally.missed, Ordering::Relaxed);
-        counters.restarts.store(tally.restarts, Ordering::Relaxed);
-        counters.replays.store(tally.replays, Ordering::Relaxed);
-        counters.duplicates.store(tally.duplicates, Ordering::Relaxed);
-        self.kv.set_replay(match self.replay_port {
+        let before = std::mem::replace(&mut self.counted, tally);
+        for (counter, now, before) in [
+            (&counters.gaps, tally.gaps, before.gaps),
+            (&counters.missed, tally.missed, before.missed),
+            (&counters.restarts, tally.restarts, before.restarts),
+            (&counters.replays, tally.replays, before.replays),
+            (&counters.duplicates, tally.duplicates, before.duplicates),
+        ] {
+            counter.fetch_add(now.saturating_sub(before), Ordering::Relaxed);
+        }
+        self.feed.set_replay(match self.replay_port {
+            None if self.subscription.replay == ReplayPort::Absent => ReplayState::Unavailable,
             None => ReplayState::Off,
             Some(_) if self.stream.is_unavailable() => ReplayState::Unavailable,
             Some(_) if self.stream.is_replaying() || tally.replays == 0 => ReplayState::Pending,

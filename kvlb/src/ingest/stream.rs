@@ -67,6 +67,8 @@ pub(crate) enum Why {
     NewLife,
     /// So many batches were lost that blocks it no longer holds may be left.
     Gap,
+    /// Its blocks get other names, for which everything is told again.
+    Renamed,
 }
 
 /// What befell a stream.
@@ -160,6 +162,10 @@ pub(crate) struct Stream {
     connection: Connection,
     allowance: Allowance,
     unavailable_until: Option<Instant>,
+    /// How far it had come before the story that is being told again: what tells this life from the next until then.
+    retelling: Option<Position>,
+    /// The retelling broke off, and is wanted once the engine is known to be the same.
+    retell: bool,
     tally: Tally,
 }
 
@@ -177,6 +183,8 @@ impl Stream {
             connection: Connection::default(),
             allowance: Allowance { left: REPLAYS_AT_ONCE, since: now },
             unavailable_until: None,
+            retelling: None,
+            retell: false,
             tally: Tally::default(),
         }
     }
@@ -220,6 +228,8 @@ impl Stream {
 
     /// The connection is gone. What waited for a replay will come with the next one.
     pub(crate) fn disconnected(&mut self) {
+        self.retell |= self.retelling.is_some();
+        self.resume_life();
         self.held.clear();
         self.held_bytes = 0;
         self.phase = Phase::Live;
@@ -234,6 +244,27 @@ impl Stream {
             // What came since is lost with what came before: nobody knows any more which is which.
             Phase::Live if before == Process::Assumed && other_process => self.new_life(out),
             _ => {}
+        }
+    }
+
+    /// The engine's whole story is wanted again, where it can be had: its blocks get other names. This is asked for at once,
+    /// since it happens once in an engine's life.
+    pub(crate) fn relearn(&mut self, now: Instant, out: &mut Vec<Action>) {
+        if !self.can_replay(now) || matches!(self.phase, Phase::Identifying { .. }) {
+            return;
+        }
+        self.retelling = self.retelling.or_else(|| self.position());
+        self.retell = false;
+        self.cursor.reset();
+        out.push(Action::Clear(Why::Renamed));
+        self.ask(out);
+    }
+
+    /// Where a retelling has brought nothing, the position from before it counts again.
+    fn resume_life(&mut self) {
+        if let (Some(before), None) = (self.retelling.take(), self.cursor.last()) {
+            self.cursor.advance(before.seq);
+            self.last_time = before.time;
         }
     }
 
@@ -282,6 +313,12 @@ impl Stream {
         let Phase::Replaying { verified } = self.phase else { return };
         self.unavailable_until = None;
         self.connection.broken_until = None;
+        if let Some(before) = self.retelling.take()
+            && self.cursor.last().is_none_or(|last| last < before.seq)
+        {
+            // The engine has not come as far as it had: it is another one.
+            return self.replay_new_life(out);
+        }
         if !verified && self.position().is_some() {
             // The engine has not come as far as it had: it is another one.
             return self.replay_new_life(out);
@@ -292,6 +329,9 @@ impl Stream {
                 self.connection.second_look = SecondLook::At(now + SECOND_LOOK);
             }
         }
+        if self.retell {
+            return self.relearn(now, out);
+        }
         self.go_on(now, out);
     }
 
@@ -300,6 +340,7 @@ impl Stream {
         if !matches!(self.phase, Phase::Replaying { .. }) {
             return;
         }
+        self.resume_life();
         if answered {
             // The same question would bring the same answer, and live batches would wait for it for ever.
             self.connection.broken_until = Some(now + UNAVAILABLE_FOR);
@@ -369,6 +410,7 @@ impl Stream {
 
     fn new_life(&mut self, out: &mut Vec<Action>) {
         self.tally.restarts += 1;
+        (self.retelling, self.retell) = (None, false);
         self.cursor.reset();
         out.push(Action::Clear(Why::NewLife));
     }

@@ -1,6 +1,8 @@
 //! What one cache has announced, beyond the one bit per block that readers see.
 
-use hashbrown::HashMap;
+use std::hash::BuildHasher;
+
+use hashbrown::{DefaultHashBuilder, HashTable};
 
 use super::Queue;
 use crate::contract::BlockHash;
@@ -60,6 +62,8 @@ pub enum Place {
 #[derive(Debug)]
 pub struct Book {
     limits: Limits,
+    /// Whether anything was applied since it was new.
+    used: bool,
     /// Names whose bit is set.
     names: usize,
     /// The group that counts, once one is known.
@@ -70,7 +74,7 @@ pub struct Book {
     ///
     /// All of them are counted: an engine computes the last block of a prompt that ends with it anew each time and keeps
     /// every copy, so that a prompt sent often has its last block a hundred times, and loses it with the hundredth removal.
-    copies: HashMap<(u64, Kind), u32>,
+    copies: Copies,
     /// Names by age, once there are enough for a bound to come near.
     age: Option<Queue>,
     /// Removed names that no cache holds.
@@ -92,13 +96,19 @@ impl Book {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
+            used: false,
             names: 0,
             scored: None,
             partial: 0,
-            copies: HashMap::new(),
+            copies: Copies::default(),
             age: (limits.names <= ORDERED_ALWAYS).then(Queue::default),
             forgotten: Queue::default(),
         }
+    }
+
+    /// Whether nothing was applied since it was new or emptied.
+    pub const fn is_blank(&self) -> bool {
+        !self.used
     }
 
     /// Names held.
@@ -116,6 +126,7 @@ impl Book {
     /// Where engines do not say what attention a group serves, group 0 counts until an announcement with more tokens than
     /// blocks proves that it is a window's.
     pub fn place(&mut self, stored: &Stored) -> Place {
+        self.used = true;
         if stored.medium != Medium::Gpu {
             return Place::Aside;
         }
@@ -154,7 +165,8 @@ impl Book {
     /// Names that were stored aside in the group that counts now; each is one [`Book::store`] to be made good.
     pub fn promote(&mut self) -> Vec<BlockHash> {
         let Some(kind) = self.scored_kind().filter(|_| self.names == 0) else { return Vec::new() };
-        let mut names: Vec<_> = self.copies.keys().filter(|key| key.1 == kind).map(|key| BlockHash(key.0)).collect();
+        let mut names: Vec<_> =
+            self.copies.iter().filter(|copies| copies.kind == kind).map(|copies| copies.name).collect();
         names.sort_unstable();
         names.retain(|&name| self.drop_one(name, kind));
         names
@@ -208,24 +220,16 @@ impl Book {
     }
 
     fn add(&mut self, name: BlockHash, kind: Kind) -> bool {
-        if self.copies.len() >= self.limits.names && !self.copies.contains_key(&(name.0, kind)) {
-            return false;
-        }
-        let copies = self.copies.entry((name.0, kind)).or_insert(0);
-        *copies = copies.saturating_add(1);
-        true
+        self.copies.add(name, kind, self.limits.names)
     }
 
     fn drop_one(&mut self, name: BlockHash, kind: Kind) -> bool {
-        let Some(copies) = self.copies.get_mut(&(name.0, kind)) else { return false };
-        *copies -= 1;
-        if *copies == 0 {
-            self.copies.remove(&(name.0, kind));
-            if self.copies.len() < self.copies.capacity() / 8 {
-                self.copies.shrink_to(self.copies.len() * 2);
-            }
-        }
-        true
+        self.copies.drop_one(name, kind)
+    }
+
+    /// Whether copies of a name are known beyond the first that counts.
+    pub fn has_other_copies(&self, name: BlockHash) -> bool {
+        self.copies.has(name)
     }
 
     /// Whether the order of names is wanted from now on: give it to [`Book::start_order`].
@@ -279,9 +283,65 @@ impl Book {
 
     /// Copies other than the first that counts, in order.
     pub fn copies(&self) -> Vec<(BlockHash, u32, u32)> {
-        let mut copies: Vec<_> = self.copies.iter().map(|(key, count)| (BlockHash(key.0), key.1.0, *count)).collect();
+        let mut copies: Vec<_> = self.copies.iter().map(|copies| (copies.name, copies.kind.0, copies.count)).collect();
         copies.sort_unstable();
         copies
+    }
+}
+
+/// Counts of copies by name, group and medium.
+///
+/// Kinds of one name lie together, so that it takes one search to learn whether there is any.
+#[derive(Debug, Default)]
+struct Copies {
+    table: HashTable<Counted>,
+    hasher: DefaultHashBuilder,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Counted {
+    name: BlockHash,
+    kind: Kind,
+    count: u32,
+}
+
+impl Copies {
+    /// Counts one copy more, unless it would be the first of its kind and there are `max` already.
+    fn add(&mut self, name: BlockHash, kind: Kind, max: usize) -> bool {
+        let hash = self.hasher.hash_one(name.0);
+        if let Some(found) = self.table.find_mut(hash, |copies| copies.name == name && copies.kind == kind) {
+            found.count = found.count.saturating_add(1);
+            return true;
+        }
+        if self.table.len() >= max {
+            return false;
+        }
+        let hasher = &self.hasher;
+        self.table.insert_unique(hash, Counted { name, kind, count: 1 }, |copies| hasher.hash_one(copies.name.0));
+        true
+    }
+
+    fn drop_one(&mut self, name: BlockHash, kind: Kind) -> bool {
+        let hash = self.hasher.hash_one(name.0);
+        let of_kind = |copies: &Counted| copies.name == name && copies.kind == kind;
+        let Ok(mut found) = self.table.find_entry(hash, of_kind) else { return false };
+        found.get_mut().count -= 1;
+        if found.get().count == 0 {
+            found.remove();
+            if self.table.len() < self.table.capacity() / 8 {
+                let hasher = &self.hasher;
+                self.table.shrink_to(self.table.len() * 2, |copies| hasher.hash_one(copies.name.0));
+            }
+        }
+        true
+    }
+
+    fn has(&self, name: BlockHash) -> bool {
+        self.table.find(self.hasher.hash_one(name.0), |copies| copies.name == name).is_some()
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Counted> {
+        self.table.iter()
     }
 }
 
@@ -321,8 +381,10 @@ mod tests {
         book.place(&stored(0, Attention::Full, 16));
         assert_eq!(book.store(NAME, false), Storing::Held);
         assert_eq!(book.store(NAME, true), Storing::Again);
+        assert!(book.has_other_copies(NAME));
         let removed = removed(Some(0), Medium::Gpu);
         assert_eq!(book.remove(NAME, &removed, true), Removal::Fewer);
+        assert!(!book.has_other_copies(NAME));
         assert_eq!(book.remove(NAME, &removed, true), Removal::Gone);
         assert_eq!(book.remove(NAME, &removed, false), Removal::Unknown);
         assert_eq!(book.names(), 0);

@@ -7,11 +7,13 @@
 //! Invariant: a block counts as held exactly while its cache has announced more copies of it than it has removed, in the
 //! accelerator's memory and in the KV group whose attention needs every block of a prefix.
 
+mod alias;
 mod book;
 mod cursor;
 mod queue;
 mod score;
 
+pub use alias::Aliases;
 pub use book::{Book, Limits, Place, Removal, Storing};
 pub use cursor::{Arrival, Cursor};
 pub use queue::Queue;

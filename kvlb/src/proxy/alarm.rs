@@ -29,6 +29,13 @@ pub(super) enum Limit {
     Reply,
 }
 
+impl Limit {
+    /// Whether it was the endpoint that did not keep it.
+    pub(super) fn is_for_endpoint(self) -> bool {
+        matches!(self, Self::FirstByte | Self::Pause | Self::Total)
+    }
+}
+
 /// A deadline.
 #[derive(Debug)]
 pub(super) struct Alarm {

@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use super::alarm::Limit;
-use super::backplane::{Backplane, Call, Event};
+use super::backplane::{Backplane, Event};
 use super::buffer::{Chunk, SMALL};
 use super::client::Stop;
 use super::connect::Leg;
-use super::exchange::End;
+use super::exchange::{End, timed_out};
 use super::http::{AnswerBody, AnswerError, AnswerHead, Closing, HEAD_MAX, HeadScan};
 use super::io::{Backend, Stream};
 use super::upload::Upload;
@@ -85,9 +84,11 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     }
 
     /// Tells the rule when it was the endpoint that made a wait end.
-    fn stopped(&mut self, stop: Stop, position: usize) -> End {
-        if matches!(stop, Stop::TimedOut(Limit::FirstByte | Limit::Pause | Limit::Total)) {
-            self.call.report(Event::TimedOut { position });
+    pub(super) fn stopped(&mut self, stop: Stop, position: usize) -> End {
+        if let Stop::TimedOut(limit) = stop
+            && limit.is_for_endpoint()
+        {
+            self.report(Event::TimedOut { position, status: Some(timed_out(limit).status()) });
         }
         stop.into()
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::buffer::{Chunk, Lease};
 use super::http::{Head, Reply};
+use super::usage::Usage;
 use crate::fleet::Limits;
 
 /// The rest of kvlb, as the proxy sees it. Every method may be called by all data threads at once, and but for
@@ -61,7 +62,7 @@ pub trait Call: Send + 'static {
     /// Whether the rule's retry budget has room for one more; counts it where it has.
     fn may_retry(&mut self) -> bool;
 
-    /// Hears what happened.
+    /// Hears what happened: see [`Event`] for what is told when, and what is promised.
     fn report(&mut self, event: Event);
 }
 
@@ -172,6 +173,8 @@ pub struct Terms {
     pub forwarded_headers: bool,
     /// A client's FIN behind a complete request does not count as its leaving.
     pub client_half_close: bool,
+    /// What the answer says of the prompt is wanted in [`Event::Finished`].
+    pub usage: bool,
 }
 
 /// An endpoint to ask.
@@ -183,6 +186,9 @@ pub struct Target<G> {
     pub addresses: Addresses,
     /// Field lines to add to the answer, each ending in CRLF (`decisionHeaders`); empty for none.
     pub fields: Vec<u8>,
+    /// Field lines (`name: value`, each ending in CRLF) to add to the request as this endpoint gets it; empty for none. A
+    /// field of the client's by the same name gives way. None of them may concern the framing or the connection.
+    pub request_fields: Vec<u8>,
     /// Held until the request has ended there.
     pub guard: G,
 }
@@ -200,14 +206,39 @@ impl Deref for Addresses {
 }
 
 /// What happened to a request.
+///
+/// A call that was asked for an endpoint hears any number of events about endpoints that were passed over, at most one
+/// [`Event::Answered`], and then exactly one last one ([`Event::is_last`]), whatever ended the request. So every endpoint
+/// that [`Call::choose`] named is accounted for: it was passed over, or it is the one whose position the last event has.
+/// (That event names one that was passed over only where a busy one's answer was relayed after all.) Only a request whose
+/// task is lost as it stands, by a panic of ours or because its thread ends, gets no last event: its call is just dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// No connection to an endpoint could be opened. It has seen nothing of the request.
+    /// Passed over: no connection to an endpoint could be opened. It has seen nothing of the request.
     ConnectFailed {
         /// Which endpoint.
         position: usize,
         /// How.
         failure: ConnectFailure,
+    },
+    /// Passed over: an endpoint was chosen and never asked: the retry budget has no room, or we have no file descriptor.
+    Unasked {
+        /// Which endpoint.
+        position: usize,
+    },
+    /// Passed over: an endpoint said that it has not started. Where nobody has a better answer its own is relayed after
+    /// all, and [`Event::Answered`] names it.
+    Busy {
+        /// Which endpoint.
+        position: usize,
+        /// Its status.
+        status: u16,
+    },
+    /// Passed over: an endpoint's connection ended, or its answer made no sense, and the answer of a busy one is relayed
+    /// instead.
+    Lost {
+        /// Which endpoint.
+        position: usize,
     },
     /// The head of an endpoint's answer came in, and the client gets it: once at most for a request.
     Answered {
@@ -218,35 +249,73 @@ pub enum Event {
         /// From the end of the request to here.
         waited: Duration,
     },
-    /// An endpoint's connection ended, or its answer made no sense, before anything was relayed.
-    Died {
-        /// Which endpoint.
-        position: usize,
-    },
-    /// An endpoint's connection ended, or its answer made no sense, while it was being relayed.
-    BrokeOff {
-        /// Which endpoint.
-        position: usize,
-    },
-    /// An endpoint did not answer, or did not go on, within the rule's limits.
-    TimedOut {
-        /// Which endpoint.
-        position: usize,
-    },
-    /// The answer has been relayed to its end.
+    /// Last: the answer has been relayed to its end.
     Finished {
         /// Which endpoint.
         position: usize,
         /// Bytes of the answer.
         bytes: u64,
+        /// What the answer said of the prompt, where [`Terms::usage`] asked for it.
+        usage: Option<Usage>,
     },
-    /// The client left before its answer was complete.
-    ClientLeft(Phase),
-    /// The client got an answer of ours.
-    Replied {
-        /// Its status.
+    /// Last: an endpoint's connection ended, or its answer made no sense, before anything was relayed.
+    Died {
+        /// Which endpoint.
+        position: usize,
+        /// The status of our answer to the client.
         status: u16,
     },
+    /// Last: an endpoint's connection ended, or its answer made no sense, while it was being relayed.
+    BrokeOff {
+        /// Which endpoint.
+        position: usize,
+    },
+    /// Last: an endpoint did not answer, or did not go on, within the rule's limits.
+    TimedOut {
+        /// Which endpoint.
+        position: usize,
+        /// The status of our answer to the client, where the endpoint's had not begun.
+        status: Option<u16>,
+    },
+    /// Last: the client left before its answer was complete.
+    ClientLeft {
+        /// Which endpoint had the request.
+        position: Option<usize>,
+        /// What the request was waiting for.
+        phase: Phase,
+    },
+    /// Last: the client got an answer of ours, for no fault of an endpoint that was told of already.
+    Replied {
+        /// Which endpoint had been chosen.
+        position: Option<usize>,
+        /// The status of the answer.
+        status: u16,
+    },
+    /// Last: we cut the request off: the time to drain was over, or what the client still sent made no sense.
+    CutOff {
+        /// Which endpoint had the request.
+        position: Option<usize>,
+    },
+}
+
+impl Event {
+    /// Whether it is the request's last.
+    pub const fn is_last(&self) -> bool {
+        match self {
+            Self::ConnectFailed { .. }
+            | Self::Unasked { .. }
+            | Self::Busy { .. }
+            | Self::Lost { .. }
+            | Self::Answered { .. } => false,
+            Self::Finished { .. }
+            | Self::Died { .. }
+            | Self::BrokeOff { .. }
+            | Self::TimedOut { .. }
+            | Self::ClientLeft { .. }
+            | Self::Replied { .. }
+            | Self::CutOff { .. } => true,
+        }
+    }
 }
 
 /// How a connect failed.

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::alarm::Limit;
-use super::backplane::{Backplane, Call, Event, Payload, Phase, Request};
+use super::backplane::{Backplane, Event, Payload, Phase, Request};
 use super::client::{After, Client, Stop};
 use super::http::{ChunkError, Refusal, Reply};
 use super::intake::{Read, Sending};
@@ -63,6 +63,7 @@ pub(super) enum Exchanged<'a, 's, B: Backend, P: Backplane> {
 }
 
 /// What taking a request came to.
+#[expect(clippy::large_enum_variant, reason = "the answered are few, and none is kept: it goes straight to its caller")]
 enum Taken<'a, 's, B: Backend, P: Backplane> {
     /// It is decided, and can be sent.
     Decided(Walk<'a, 's, B, P>, Sending),
@@ -134,21 +135,28 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
 impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     /// Gives the client what an end leaves it, and tells the rule.
     pub(super) async fn conclude(&mut self, end: End) -> After {
-        let event = match &end {
-            End::Stopped(Stop::Left) => Some(Event::ClientLeft(self.client.phase.get())),
-            End::Stopped(Stop::TimedOut(limit)) => Some(Event::Replied { status: timed_out(*limit).status() }),
-            End::Stopped(Stop::Malformed) => Some(Event::Replied { status: Refusal::Chunk.status() }),
-            End::Reply(reply) => Some(Event::Replied { status: reply.status() }),
-            End::Stopped(Stop::Ordered) | End::Quiet | End::BrokenOff { .. } => None,
-        };
-        if let Some(event) = event {
-            self.call.report(event);
-        }
+        self.tell(&end);
         self.client.conclude(end).await
+    }
+
+    /// Tells the rule of an end that it has not heard of yet.
+    pub(super) fn tell(&mut self, end: &End) {
+        if self.is_over() {
+            return;
+        }
+        let position = self.position;
+        let replied = |status| Event::Replied { position, status };
+        self.report(match end {
+            End::Stopped(Stop::Left) => Event::ClientLeft { position, phase: self.client.phase.get() },
+            End::Stopped(Stop::TimedOut(limit)) => replied(timed_out(*limit).status()),
+            End::Stopped(Stop::Malformed) => replied(Refusal::Chunk.status()),
+            End::Reply(reply) => replied(reply.status()),
+            End::Stopped(Stop::Ordered) | End::Quiet | End::BrokenOff { .. } => Event::CutOff { position },
+        });
     }
 }
 
-fn timed_out(limit: Limit) -> Reply {
+pub(super) fn timed_out(limit: Limit) -> Reply {
     match limit {
         Limit::Idle | Limit::Head | Limit::Reply => {
             Reply::error(408, "request_timeout", "the request's header section did not come in time")

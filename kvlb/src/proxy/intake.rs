@@ -236,9 +236,9 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             }
             append_end(&mut body, &trailers);
         }
-        body.prepend(&bytes);
+        let parcel = Parcel::new(&bytes, body, lease);
         self.lane().keep_scratch(bytes);
-        Sending::Whole(Parcel { bytes: body, lease })
+        Sending::Whole(parcel)
     }
 }
 

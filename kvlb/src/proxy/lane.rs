@@ -17,6 +17,7 @@ use tokio::time::{sleep, sleep_until};
 use super::backplane::{Arrival, Backplane};
 use super::buffer::{self, Budget};
 use super::client;
+use super::hold::Holds;
 use super::idle::{Bounds, Idle};
 use super::io::{Backend, Listener, Stream};
 use super::meter::{Meter, Pulse, Refused};
@@ -97,6 +98,7 @@ pub(super) struct Lane<B: Backend, P: Backplane> {
     pub(super) workers: Arc<Workers>,
     pub(super) budget: Arc<Budget>,
     pub(super) idle: RefCell<Idle<B::Stream>>,
+    holds: Rc<Holds>,
     scratch: Cell<Vec<u8>>,
     number: usize,
     posts: RefCell<Posts>,
@@ -175,7 +177,8 @@ fn open_door<B: Backend, P: Backplane>(
     match B::listen(socket) {
         Ok(listener) => {
             let listener = Rc::new(listener);
-            let task = spawn_local(accept(Rc::clone(lane), Rc::clone(&listener)));
+            let (lane, door) = (Rc::clone(lane), Rc::clone(&listener));
+            let task = spawn_local(async move { Rc::clone(&lane.holds).measure(accept(lane, door)).await });
             if let Some(replaced) = doors.insert(link, Door { listener, task }) {
                 replaced.shut(false);
             }
@@ -222,10 +225,14 @@ async fn take_pulse<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>) {
     loop {
         sleep_until(due.into()).await;
         let now = clock::now();
-        lane.idle.borrow_mut().sweep(now);
+        let held = lane.holds.take();
+        if lane.idle.borrow_mut().sweep(now) {
+            lane.holds.note(clock::now().saturating_duration_since(now));
+        }
         lane.meter.tick(&Pulse {
             thread: lane.number,
             late: now.saturating_duration_since(due),
+            held,
             clients: lane.posts.borrow().open(),
             idle_endpoint_connections: lane.idle.borrow().len(),
             buffer_bytes: buffer::bytes_in_use(),
@@ -247,6 +254,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             workers,
             budget,
             idle: RefCell::new(Idle::new(bounds)),
+            holds: Rc::default(),
             scratch: Cell::default(),
             number,
             posts: RefCell::default(),
@@ -286,10 +294,8 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             self.meter.client_refused(cause);
             return stream.reset_on_close();
         }
-        let seat = Seat::take(self);
-        spawn_local(async move {
-            client::serve(&seat, stream, arrival).await;
-        });
+        let (seat, holds) = (Seat::take(self), Rc::clone(&self.holds));
+        spawn_local(async move { holds.measure(client::serve(&seat, stream, arrival)).await });
     }
 
     async fn drain(&self, deadline: Instant) {

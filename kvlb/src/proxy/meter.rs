@@ -101,8 +101,11 @@ impl Retry {
 pub struct Pulse {
     /// Which thread.
     pub thread: usize,
-    /// How much later than asked the thread's timer fired: how long something held the thread.
+    /// How much later than asked the thread's timer fired; up to a millisecond of that is the timer's own.
     pub late: Duration,
+    /// The longest time since the last tick that one task held the thread, while all others waited; `None` where nothing
+    /// was to be done.
+    pub held: Option<Duration>,
     /// Client connections open on this thread.
     pub clients: usize,
     /// Connections to endpoints that wait for a request.

@@ -17,6 +17,7 @@ mod client;
 mod connect;
 mod epoll;
 mod exchange;
+mod hold;
 mod http;
 mod idle;
 mod intake;
@@ -29,6 +30,7 @@ mod ring;
 #[cfg(test)]
 mod suite;
 mod upload;
+mod usage;
 mod walk;
 mod workers;
 
@@ -48,6 +50,7 @@ pub use self::buffer::Chunk;
 pub use self::http::{Fields, Framing, Head, Refusal, Reply};
 pub use self::io::{Engine, Io};
 pub use self::meter::{Direction, Meter, Pulse, Refused, Retry};
+pub use self::usage::Usage;
 
 use self::buffer::Budget;
 use self::epoll::Epoll;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::answer::{Heard, HeardHead};
-use super::backplane::{Backplane, Call, Event, Request};
+use super::backplane::{Backplane, Event, Request};
 use super::buffer::{Chunk, LARGE};
 use super::client::{After, Client};
 use super::exchange::End;
@@ -37,7 +37,9 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         }
         let (mut lists, mut other) = (Vec::new(), None);
         for call in calls {
-            match Walk::new(self, call, clock::now()).fetch_models(&request.head).await {
+            let mut walk = Walk::new(self, call, clock::now());
+            let fetched = walk.fetch_models(&request.head).await.inspect_err(|end| walk.tell(end));
+            match fetched {
                 Ok(List::Models(list)) => lists.push(list),
                 Ok(List::Other(reply)) | Err(End::Reply(reply)) => other = other.or(Some(reply)),
                 Err(end) => return Err(end),
@@ -60,15 +62,20 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         let mut bytes = Vec::new();
         head.write_for_endpoint(&mut bytes, &forward);
         let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
-        let parcel = Parcel { bytes: Chunk::copy_of(0, &bytes), lease: None };
+        let mut parcel = Parcel::new(&bytes, Chunk::none(), None);
+        parcel.direct(&target.request_fields);
         let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
         let mut upload = Upload::new(send, self.then());
         self.arm_pause();
         match self.hear(&leg, &target, &mut upload).await? {
             Heard::Head(HeardHead { head, bytes, waited }) => {
-                self.call.report(Event::Answered { position: target.position, status: head.status, waited });
-                let body = self.collect(&leg.stream, &head, bytes).await?;
-                Ok(read_list(&head, body).unwrap_or_else(|| List::Other(self.died(target.position, None))))
+                let (position, status) = (target.position, head.status);
+                let body = self.collect(&leg.stream, &head, bytes, position).await?;
+                let length = body.len() as u64;
+                let Some(list) = read_list(&head, body) else { return Err(self.died(position, None).into()) };
+                self.report(Event::Answered { position, status, waited });
+                self.report(Event::Finished { position, bytes: length, usage: None });
+                Ok(list)
             }
             Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
             Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
@@ -76,7 +83,13 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     }
 
     /// The whole body of an answer; what is cut off or too long is as good as empty.
-    async fn collect(&mut self, stream: &B::Stream, head: &AnswerHead, bytes: Chunk) -> Result<Vec<u8>, End> {
+    async fn collect(
+        &mut self,
+        stream: &B::Stream,
+        head: &AnswerHead,
+        bytes: Chunk,
+        position: usize,
+    ) -> Result<Vec<u8>, End> {
         let mut body = head.body(true);
         let (mut whole, mut piece) = (Vec::new(), bytes);
         piece.consume(head.length);
@@ -89,7 +102,8 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             }
             self.arm_pause();
             let room = Chunk::with_room(0, LARGE);
-            piece = match self.client.watch(None, stream.read(room)).await? {
+            let read = self.client.watch(None, stream.read(room)).await;
+            piece = match read.map_err(|stop| self.stopped(stop, position))? {
                 (Ok(count), piece) if count > 0 => piece,
                 (Ok(_end), _piece) if body.ends_with_connection() => return Ok(whole),
                 (_end_or_error, _piece) => return Ok(Vec::new()),

@@ -3,7 +3,8 @@
 //! Most of a stream's life is spent here, so this is a small future of its own: everything that led to the answer, the
 //! request's memory included, is gone by then.
 
-use super::backplane::{Backplane, Call, Event, Phase};
+use super::answer::HeardHead;
+use super::backplane::{Backplane, Event, Phase};
 use super::buffer::{Chunk, LARGE, MEDIUM, SMALL};
 use super::client::{After, Stop};
 use super::exchange::End;
@@ -11,6 +12,7 @@ use super::http::{AnswerBody, AnswerError, Closing};
 use super::io::{Backend, Stream};
 use super::meter::Direction;
 use super::upload::Upload;
+use super::usage::Tail;
 use super::walk::{Held, Walk};
 use crate::clock;
 
@@ -41,12 +43,13 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         mut upload: Option<&mut Upload<'_>>,
     ) -> Result<After, End> {
         let (position, status, waited) = (held.target.position, held.answer.head.status, held.answer.waited);
-        self.call.report(Event::Answered { position, status, waited });
+        self.position = Some(position);
         self.client.phase.set(Phase::Stream);
         let body = held.answer.head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut flow = Flow { body, excess: false, passed: 0 };
+        let mut flow = Flow { body, excess: false, passed: 0, tail: self.tail(held) };
         let mut piece = self.first_piece(held, &mut flow, closing)?;
+        self.report(Event::Answered { position, status, waited });
         let broken = loop {
             self.arm_pause();
             if !piece.is_empty() {
@@ -58,7 +61,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 }
             }
             if flow.body.is_done() {
-                return Ok(self.finished(held, &flow, closing));
+                return Ok(self.finished(held, flow, closing));
             }
             let room = flow.room(piece);
             match self.client.watch(upload.as_deref_mut(), held.leg.stream.read(room)).await {
@@ -67,13 +70,22 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     Err(_malformed) => break Broken::Endpoint,
                 },
                 Ok((Ok(_end), _piece)) if flow.body.ends_with_connection() => {
-                    return Ok(self.finished(held, &flow, closing));
+                    return Ok(self.finished(held, flow, closing));
                 }
                 Ok((_end_or_error, _piece)) => break Broken::Endpoint,
                 Err(stop) => break Broken::Stopped(stop),
             }
         };
         Err(self.broke_off(broken, position, &flow))
+    }
+
+    /// Where the answer's end is to be kept, when it is wanted and can be read.
+    fn tail(&self, held: &Held<B, P>) -> Option<Box<Tail>> {
+        let HeardHead { head, bytes, .. } = &held.answer;
+        if !self.terms.usage || head.status != 200 {
+            return None;
+        }
+        head.medium(bytes.bytes()).map(|medium| Box::new(Tail::new(medium)))
     }
 
     /// The head as the client gets it, with what has come of the body behind it.
@@ -92,10 +104,12 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         Ok(first)
     }
 
-    fn finished(&mut self, held: &mut Held<B, P>, flow: &Flow, closing: Closing) -> After {
+    /// The client has all of it: only now is the end looked at.
+    fn finished(&mut self, held: &mut Held<B, P>, flow: Flow, closing: Closing) -> After {
         held.spoilt |= flow.excess;
         self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
-        self.call.report(Event::Finished { position: held.target.position, bytes: flow.passed });
+        let usage = flow.tail.and_then(|tail| tail.usage());
+        self.report(Event::Finished { position: held.target.position, bytes: flow.passed, usage });
         self.client.after(closing)
     }
 
@@ -111,9 +125,11 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
         match broken {
             Broken::Stopped(Stop::Left) => return Stop::Left.into(),
-            Broken::Stopped(Stop::TimedOut(_)) => self.call.report(Event::TimedOut { position }),
-            Broken::Stopped(Stop::Ordered | Stop::Malformed) => {}
-            Broken::Endpoint => self.call.report(Event::BrokeOff { position }),
+            Broken::Stopped(Stop::TimedOut(limit)) if limit.is_for_endpoint() => {
+                self.report(Event::TimedOut { position, status: None });
+            }
+            Broken::Stopped(_) => self.report(Event::CutOff { position: Some(position) }),
+            Broken::Endpoint => self.report(Event::BrokeOff { position }),
         }
         End::BrokenOff { reset: !flow.body.is_delimited() }
     }
@@ -132,12 +148,16 @@ struct Flow {
     body: AnswerBody,
     excess: bool,
     passed: u64,
+    tail: Option<Box<Tail>>,
 }
 
 impl Flow {
     /// Follows the body through a piece, and keeps of it what goes on.
     fn take(&mut self, mut piece: Chunk) -> Result<Chunk, AnswerError> {
-        let progress = self.body.take(piece.bytes_mut())?;
+        let progress = match &mut self.tail {
+            None => self.body.take(piece.bytes_mut())?,
+            Some(tail) => self.body.take_showing(piece.bytes_mut(), |payload| tail.take(payload))?,
+        };
         self.excess |= progress.excess;
         piece.truncate(progress.pass);
         Ok(piece)

@@ -12,7 +12,7 @@ use super::alarm::{Alarm, Limit};
 use super::backplane::{Backplane, Phase};
 use super::buffer::{Chunk, LARGE, Lease, MEDIUM};
 use super::client::{Client, Stop};
-use super::http::{Chunked, FINAL_CHUNK, Framing, size_line};
+use super::http::{Chunked, FINAL_CHUNK, Framing, size_line, with_fields};
 use super::io::{Backend, Stream};
 use super::meter::Direction;
 use crate::clock;
@@ -23,8 +23,33 @@ const SIZE_ROOM: usize = 18;
 /// A request that is whole in memory, and its part of the body budget.
 #[derive(Debug)]
 pub(super) struct Parcel {
-    pub(super) bytes: Chunk,
-    pub(super) lease: Option<Lease>,
+    bytes: Chunk,
+    /// Bytes of the head, at the front.
+    head: usize,
+    /// The head as it is without any endpoint's fields, where it has some now.
+    plain: Option<Vec<u8>>,
+    _lease: Option<Lease>,
+}
+
+impl Parcel {
+    pub(super) fn new(head: &[u8], body: Chunk, lease: Option<Lease>) -> Self {
+        let mut bytes = body;
+        bytes.prepend(head);
+        Self { bytes, head: head.len(), plain: None, _lease: lease }
+    }
+
+    /// Makes it one for an endpoint that wants these `fields` in the head. Those of an earlier one are gone.
+    pub(super) fn direct(&mut self, fields: &[u8]) {
+        if fields.is_empty() && self.plain.is_none() {
+            return;
+        }
+        let plain = self.plain.take().unwrap_or_else(|| self.bytes.bytes()[..self.head].to_vec());
+        let head = with_fields(&plain, fields);
+        self.bytes.consume(self.head);
+        self.bytes.prepend(&head);
+        self.head = head.len();
+        self.plain = (!fields.is_empty()).then_some(plain);
+    }
 }
 
 /// How an upload ended.
@@ -163,10 +188,12 @@ pub(super) async fn send_whole<B: Backend, P: Backplane>(
     endpoint: Rc<B::Stream>,
     parcel: Parcel,
 ) -> Uploaded {
-    let Parcel { bytes, lease } = parcel;
+    let mut parcel = parcel;
+    let bytes = std::mem::replace(&mut parcel.bytes, Chunk::none());
     let (result, bytes) = endpoint.write_all(bytes).await;
     let sent = bytes.len() as u64;
-    let parcel = Some(Parcel { bytes, lease });
+    parcel.bytes = bytes;
+    let parcel = Some(parcel);
     match result {
         Ok(()) => {
             client.lane().meter.relayed(Direction::ToEndpoint, sent);
@@ -181,13 +208,17 @@ fn stuck(parcel: Option<Parcel>, error: &io::Error) -> Uploaded {
     Uploaded::Stuck(parcel)
 }
 
-/// Sends `head`, what has come of the body, and the rest as it comes.
+/// Sends `head` with the endpoint's own `fields`, what has come of the body, and the rest as it comes.
 pub(super) async fn send_through<B: Backend, P: Backplane>(
     client: &Client<'_, B, P>,
     endpoint: Rc<B::Stream>,
-    head: Vec<u8>,
+    mut head: Vec<u8>,
+    fields: Vec<u8>,
     passing: Box<Passing>,
 ) -> Uploaded {
+    if !fields.is_empty() {
+        head = with_fields(&head, &fields);
+    }
     let Passing { mut payload, rest, limit } = *passing;
     let pipe = Pipe { client, endpoint, limit };
     if matches!(rest, Rest::Chunked(_)) && !payload.is_empty() {

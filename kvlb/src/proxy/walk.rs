@@ -25,10 +25,14 @@ const CONNECTING_MAX: Duration = Duration::from_secs(10);
 /// A decided request on its way to an answer.
 pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
     pub(super) client: &'a Client<'s, B, P>,
-    pub(super) call: P::Call,
+    call: P::Call,
     pub(super) terms: Terms,
     pub(super) began: Instant,
     total: Option<Instant>,
+    /// The endpoint chosen last, unless it was passed over.
+    pub(super) position: Option<usize>,
+    /// The call has heard its last event.
+    over: bool,
 }
 
 /// A target of this backplane's calls.
@@ -51,10 +55,10 @@ pub(super) struct Held<B: Backend, P: Backplane> {
 
 impl<B: Backend, P: Backplane> Held<B, P> {
     fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Box<Self> {
-        let Target { position, addresses, fields, guard } = target;
+        let Target { position, addresses, fields, request_fields, guard } = target;
         Box::new(Self {
             leg,
-            target: Target { position, addresses, fields, guard: Some(guard) },
+            target: Target { position, addresses, fields, request_fields, guard: Some(guard) },
             answer,
             spoilt: false,
         })
@@ -85,7 +89,34 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     pub(super) fn new(client: &'a Client<'s, B, P>, call: P::Call, began: Instant) -> Self {
         let terms = call.terms();
         let total = terms.limits.total.map(|limit| began + limit);
-        Self { client, call, terms, began, total }
+        Self { client, call, terms, began, total, position: None, over: false }
+    }
+
+    /// Tells the rule what happened. Nothing follows the last event.
+    pub(super) fn report(&mut self, event: Event) {
+        debug_assert!(!self.over, "{event:?} follows the last event");
+        if !self.over {
+            self.over = event.is_last();
+            self.call.report(event);
+        }
+    }
+
+    /// As [`Walk::report`], for an endpoint that is passed over.
+    fn pass_over(&mut self, event: Event) {
+        self.position = None;
+        self.report(event);
+    }
+
+    /// Whether the call has heard its last event.
+    pub(super) fn is_over(&self) -> bool {
+        self.over
+    }
+
+    /// An endpoint to ask, none of `tried`.
+    fn choose(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
+        let target = self.call.choose(tried);
+        self.position = target.as_ref().map(|target| target.position).or(self.position);
+        target
     }
 
     pub(super) async fn run(&mut self, sending: Sending) -> Result<Walked<B, P>, End> {
@@ -124,6 +155,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 }
                 Try::Busy(mut held, back) => {
                     tried.push(held.target.position);
+                    self.pass_over(Event::Busy { position: held.target.position, status: held.answer.head.status });
                     // It has not started, so nothing is in flight there.
                     held.target.guard = None;
                     let Some(other) = self.another(&tried) else { return Ok(Walked::Answer(held)) };
@@ -142,8 +174,9 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
 
     /// Another endpoint for a request that one was too busy for.
     fn another(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
-        let other = self.call.choose(tried)?;
+        let other = self.choose(tried)?;
         if !self.call.may_retry() {
+            self.pass_over(Event::Unasked { position: other.position });
             return None;
         }
         self.client.lane().meter.retried(Retry::Busy);
@@ -153,7 +186,8 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     /// A body that goes through as it comes cannot be sent twice.
     async fn send_once(&mut self, front: Vec<u8>, passing: Box<Passing>) -> Result<Walked<B, P>, End> {
         let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
-        let send = pin!(send_through(self.client, Rc::clone(&leg.stream), front, passing));
+        let send =
+            pin!(send_through(self.client, Rc::clone(&leg.stream), front, target.request_fields.clone(), passing));
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Body);
         self.arm(None, Limit::Total);
@@ -168,10 +202,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     async fn try_once(
         &mut self,
         (leg, target): Reached<B, P>,
-        parcel: Parcel,
+        mut parcel: Parcel,
         may_hold: bool,
         busy: &mut Option<Box<Held<B, P>>>,
     ) -> Result<Try<B, P>, End> {
+        parcel.direct(&target.request_fields);
         let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Wait);
@@ -193,12 +228,21 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 leg.stream.abort();
                 match upload.into_parcel().await {
                     Some(parcel) => Ok(Try::Stale(parcel, target)),
-                    None => Ok(Try::Failed(self.died(target.position, None))),
+                    None => Ok(Try::Failed(self.failed(&target, None, busy.is_some()))),
                 }
             }
-            Heard::Silence | Heard::BrokenOff => Ok(Try::Failed(self.died(target.position, None))),
-            Heard::Nonsense(error) => Ok(Try::Failed(self.died(target.position, Some(error)))),
+            Heard::Silence | Heard::BrokenOff => Ok(Try::Failed(self.failed(&target, None, busy.is_some()))),
+            Heard::Nonsense(error) => Ok(Try::Failed(self.failed(&target, Some(error), busy.is_some()))),
         }
+    }
+
+    /// An endpoint gave no answer, which ends the request unless a busy one's is there `instead`.
+    fn failed(&mut self, target: &TargetOf<P>, error: Option<AnswerError>, instead: bool) -> Reply {
+        if instead {
+            self.pass_over(Event::Lost { position: target.position });
+            return no_answer(error);
+        }
+        self.died(target.position, error)
     }
 
     /// The answer is there. Where the request is still on its way, both go on together, and the endpoint's connection is
@@ -230,13 +274,9 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     pub(super) fn died(&mut self, position: usize, error: Option<AnswerError>) -> Reply {
-        self.call.report(Event::Died { position });
-        match error {
-            None => Reply::error(502, "backend_died", "the endpoint closed the connection without an answer"),
-            Some(error) => {
-                Reply::error(502, "backend_bad_answer", &format!("the endpoint's answer is malformed: {error}"))
-            }
-        }
+        let reply = no_answer(error);
+        self.report(Event::Died { position, status: reply.status() });
+        reply
     }
 
     /// An endpoint with a connection to it: `next`, else the rule's choice, and where that cannot be reached another,
@@ -252,7 +292,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         let began = clock::now();
         let mut failed = false;
         loop {
-            let next = next.take().or_else(|| self.call.choose(tried));
+            let next = next.take().or_else(|| self.choose(tried));
             let Some(target) = next else { return Err(nobody(failed).into()) };
             if failed {
                 self.client.lane().meter.retried(Retry::Connect);
@@ -266,15 +306,23 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Err(failure) => failure,
             };
             if failure == ConnectFailure::Ours {
+                self.pass_over(Event::Unasked { position: target.position });
                 return Err(out_of_resources().into());
             }
-            self.call.report(Event::ConnectFailed { position: target.position, failure });
+            self.pass_over(Event::ConnectFailed { position: target.position, failure });
             tried.push(target.position);
             failed = true;
             if clock::now() > began + CONNECTING_MAX {
                 return Err(nobody(failed).into());
             }
         }
+    }
+}
+
+fn no_answer(error: Option<AnswerError>) -> Reply {
+    match error {
+        None => Reply::error(502, "backend_died", "the endpoint closed the connection without an answer"),
+        Some(error) => Reply::error(502, "backend_bad_answer", &format!("the endpoint's answer is malformed: {error}")),
     }
 }
 

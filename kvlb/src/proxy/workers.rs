@@ -10,6 +10,11 @@ use parking_lot::{Condvar, Mutex};
 
 type Job = Box<dyn FnOnce() + Send>;
 
+/// How much the pool steps back behind the data threads where there are too few cores for both. At 5 it still gets a
+/// quarter of a core that a data thread uses up (the kernel's weights are 335 and 1024), which is enough for a decision to
+/// come in time.
+const NICENESS: i32 = 5;
+
 /// The pool. Dropping it finishes the running jobs and forgets the waiting ones.
 pub(super) struct Workers {
     queue: Arc<Queue>,
@@ -38,7 +43,10 @@ impl Workers {
         let queue = Arc::new(Queue { waiting, ready: Condvar::new(), limit });
         let spawn = |number| {
             let queue = Arc::clone(&queue);
-            std::thread::Builder::new().name(format!("kvlb-decide-{number}")).spawn(move || queue.work())
+            std::thread::Builder::new().name(format!("kvlb-decide-{number}")).spawn(move || {
+                step_back();
+                queue.work();
+            })
         };
         let threads = (0..threads.max(1)).map(spawn).collect::<io::Result<_>>()?;
         Ok(Self { queue, threads })
@@ -54,6 +62,13 @@ impl Workers {
         drop(waiting);
         self.queue.ready.notify_one();
         Ok(())
+    }
+}
+
+/// Lets every data thread of the same core go first. On Linux this is a thread's own affair.
+fn step_back() {
+    if let Err(error) = rustix::process::nice(NICENESS) {
+        tracing::debug!(%error, "a decision thread keeps its priority");
     }
 }
 
@@ -111,6 +126,16 @@ mod tests {
         let (done, wait) = mpsc::channel();
         workers.submit(move || done.send(7).unwrap()).unwrap();
         assert_eq!(wait.recv().unwrap(), 7);
+    }
+
+    #[test]
+    fn the_pool_steps_back_and_nobody_else_does() {
+        let before = rustix::process::getpriority_process(None).unwrap();
+        let workers = Workers::start(1, 1).unwrap();
+        let (tell, told) = mpsc::channel();
+        workers.submit(move || tell.send(rustix::process::getpriority_process(None).unwrap()).unwrap()).unwrap();
+        assert_eq!(told.recv().unwrap(), (before + NICENESS).min(19));
+        assert_eq!(rustix::process::getpriority_process(None).unwrap(), before);
     }
 
     #[test]

@@ -87,11 +87,12 @@ impl fmt::Display for Miss {
 }
 
 /// The step of the ladder that chose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tier {
     /// Tier 1.5: KV block overlap.
     Overlap,
     /// Tier 2: the rule's own selector, or the least load among prefill endpoints.
+    #[default]
     Selector,
 }
 
@@ -114,8 +115,19 @@ pub struct PromptShape {
     pub blocks: usize,
 }
 
+/// What the KV tier would have chosen, on a rule that only observes (`kvObserve`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Observed {
+    /// Position of the endpoint.
+    pub endpoint: usize,
+    /// Blocks of the prompts that it holds as a usable run.
+    pub depth: u32,
+    /// Whether only requests under way there spoke for it.
+    pub expected: bool,
+}
+
 /// Which endpoint, and why.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     /// Position of the endpoint in the rule; `None` where nobody is eligible.
     pub endpoint: Option<usize>,
@@ -125,8 +137,14 @@ pub struct Decision {
     pub depth: u32,
     /// Blocks of the prompts that the endpoint holds at all.
     pub count: u32,
+    /// The data-parallel rank of the endpoint that holds them, where it has several.
+    pub rank: Option<i64>,
     /// The load bound moved the request away from the largest overlap.
     pub spill: bool,
+    /// The endpoint holds too little yet, but requests under way there bring the same blocks.
+    pub expected: bool,
+    /// What the KV tier would have chosen, where it may not.
+    pub observed: Option<Observed>,
     /// Why affinity had no word, where it had none.
     pub miss: Option<Miss>,
     /// The request's prompts, as far as they were named.

@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::decision::{Decision, Miss, PromptShape, Reason, Tier};
-use crate::contract::{BlockHash, Extra, Hasher, KeyEra, TokenId};
+use super::decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
+use crate::contract::{BlockHash, BlockSize, Chain, Extra, HashError, Hasher, KeySpace, Lora, TokenId};
 use crate::fleet::{ExactMode, Role, Rule, Score, Selector};
 use crate::openai::{self, Input, Prompt};
 use crate::policy::{self, Candidate, Refusal, Settings, Turn};
@@ -51,9 +51,22 @@ impl Step {
     }
 }
 
+/// One way of naming blocks, and the endpoints of a rule whose blocks have such names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Space {
+    /// The way.
+    pub key_space: KeySpace,
+    /// The adapter that the request asks for, as these endpoints have it.
+    pub lora: Option<Lora>,
+    /// Positions of the endpoints.
+    pub endpoints: Vec<usize>,
+}
+
 /// The block names of one request's prompts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Named {
+    /// The ways of naming that its endpoints need, normally one.
+    pub spaces: Vec<Space>,
     /// One entry per prompt that is scored.
     pub prompts: Vec<NamedPrompt>,
 }
@@ -61,19 +74,21 @@ pub struct Named {
 /// The block names of one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamedPrompt {
-    /// Its tokens, also those beyond the last full block.
-    pub token_ids: Vec<TokenId>,
-    /// Its full blocks, in prompt order.
-    pub names: Vec<BlockHash>,
+    /// How many tokens it has, also beyond the last full block.
+    pub tokens: usize,
+    /// For each of [`Named::spaces`] its full blocks, in prompt order.
+    pub names: Vec<Vec<BlockHash>>,
 }
 
-/// How much of one prompt an endpoint holds.
+/// How much of a request's prompts an endpoint holds, in blocks of the rule's size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Overlap {
     /// Blocks of the leading run that the engine can use.
     pub depth: u32,
     /// Blocks held at all.
     pub count: u32,
+    /// The data-parallel rank that holds them, where the endpoint has several.
+    pub rank: Option<i64>,
 }
 
 /// What endpoints are and hold at the moment of the choice.
@@ -82,8 +97,12 @@ pub trait View {
     /// the request are the router's. `overlap` is left 0.
     fn candidates(&self) -> Vec<Candidate>;
 
-    /// Adds to `overlaps`, one entry per endpoint, how much of a prompt with these block names each one holds.
-    fn overlaps(&self, names: &[BlockHash], overlaps: &mut [Overlap]);
+    /// How much of the prompts each endpoint has announced to hold, one entry per endpoint of the rule.
+    fn held(&self, named: &Named) -> Vec<Overlap>;
+
+    /// How many leading blocks each endpoint is going to hold because requests that are under way there bring them, one entry
+    /// per endpoint.
+    fn expected(&self, named: &Named) -> Vec<u32>;
 
     /// A number that grows by one with every call.
     fn turn(&self) -> u64;
@@ -92,7 +111,8 @@ pub trait View {
 /// Names the blocks of a request's prompts.
 ///
 /// `tokenizer` is the one staged for the request's model, or the reason why there is none; `limits` bound it, and carry
-/// the time for templates that write it. `lap` is told when each step is over.
+/// the time for templates that write it. `spaces` are the ways of naming that the rule's endpoints need. `lap` is told when
+/// each step is over.
 ///
 /// # Errors
 /// The guard that failed, in the document's order.
@@ -101,7 +121,7 @@ pub fn name(
     prompt: Result<&Prompt, Miss>,
     tokenizer: Result<&Tokenizer, &'static str>,
     limits: &tokenize::Limits,
-    era: KeyEra,
+    spaces: Vec<Space>,
     lap: &mut dyn FnMut(Step),
 ) -> Result<Named, Miss> {
     if service.rule.kv.mode == ExactMode::Off {
@@ -112,37 +132,65 @@ pub fn name(
     if !model_known {
         return Err(Miss::new(Reason::ModelEmpty));
     }
-    let mut tokens = Vec::with_capacity(prompt.inputs.len());
-    for input in &prompt.inputs {
-        tokens.push(match (input, tokenizer) {
-            // Token ids that are taken as they are need no tokenizer.
-            (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => {
-                ids[..ids.len().min(limits.max_tokens)].to_vec()
-            }
-            (input, Ok(tokenizer)) => tokenizer.tokens(input, &prompt.options, limits)?,
-            (_, Err(detail)) => return Err(Miss::because(Reason::Tokenize, detail)),
-        });
-    }
+    let tokens = tokens(prompt, tokenizer, limits)?;
     lap(Step::Tokenize);
-    if !service.hasher.provable() {
-        return Err(Miss::because(Reason::Hashes, "unprovable"));
-    }
-    let extra = extra(prompt);
-    let mut prompts = Vec::with_capacity(tokens.len());
-    for token_ids in tokens {
-        let names = service
-            .hasher
-            .block_hashes(&token_ids, &extra, era)
-            .map_err(|_error| Miss::because(Reason::Hashes, "extra_key"))?;
-        prompts.push(NamedPrompt { token_ids, names });
-    }
+    let (spaces, chains) = begin(spaces, prompt)?;
+    let names = |tokens: Vec<TokenId>| NamedPrompt {
+        tokens: tokens.len(),
+        names: chains.iter().map(|chain| chain_names(chain, &tokens)).collect(),
+    };
+    let prompts = tokens.into_iter().map(names).collect();
     lap(Step::Hash);
-    Ok(Named { prompts })
+    Ok(Named { spaces, prompts })
 }
 
-/// What else than its tokens enters the names of a prompt's blocks.
-pub fn extra(prompt: &Prompt) -> Extra {
-    Extra { cache_salt: prompt.cache_salt.clone() }
+/// The tokens of a request's prompts.
+///
+/// # Errors
+/// The guard `tokenize`, with its detail.
+pub fn tokens(
+    prompt: &Prompt,
+    tokenizer: Result<&Tokenizer, &'static str>,
+    limits: &tokenize::Limits,
+) -> Result<Vec<Vec<TokenId>>, Miss> {
+    let of_input = |input: &Input| match (input, tokenizer) {
+        // Token ids that are taken as they are need no tokenizer.
+        (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => {
+            Ok(ids[..ids.len().min(limits.max_tokens)].to_vec())
+        }
+        (input, Ok(tokenizer)) => Ok(tokenizer.tokens(input, &prompt.options, limits)?),
+        (_, Err(detail)) => Err(Miss::because(Reason::Tokenize, detail)),
+    };
+    prompt.inputs.iter().map(of_input).collect()
+}
+
+/// Begins the chain of each key space that has names for such a prompt.
+fn begin(spaces: Vec<Space>, prompt: &Prompt) -> Result<(Vec<Space>, Vec<Chain>), Miss> {
+    if spaces.is_empty() {
+        return Err(Miss::because(Reason::Hashes, "unprovable"));
+    }
+    let mut kept = (Vec::with_capacity(spaces.len()), Vec::with_capacity(spaces.len()));
+    let mut failed = None;
+    for space in spaces {
+        let extra = Extra { cache_salt: prompt.cache_salt.clone(), lora: space.lora.clone() };
+        match space.key_space.begin(&extra) {
+            Ok(chain) => {
+                kept.0.push(space);
+                kept.1.push(chain);
+            }
+            Err(HashError::Extra(_)) => failed = Some(if space.lora.is_some() { "lora_path" } else { "extra_key" }),
+        }
+    }
+    match failed {
+        Some(detail) if kept.0.is_empty() => Err(Miss::because(Reason::Hashes, detail)),
+        _ => Ok(kept),
+    }
+}
+
+fn chain_names(chain: &Chain, tokens: &[TokenId]) -> Vec<BlockHash> {
+    let mut names = Vec::with_capacity(tokens.len() / chain.key_space().block_size().tokens());
+    chain.clone().extend(tokens, &mut names);
+    names
 }
 
 /// Chooses an endpoint for one request: cache affinity first, the rule's own selector on a miss.
@@ -161,29 +209,39 @@ pub fn route(
         let role = service.rule.endpoints.get(candidate.endpoint).map(|endpoint| endpoint.role);
         candidate.eligible &= role.is_some_and(&serves) && !tried.contains(&candidate.endpoint);
     }
-    let prompts = shapes(named);
-    match affinity(service, named, view, &mut candidates) {
-        Ok((choice, held)) => Decision {
-            endpoint: Some(choice.endpoint),
-            tier: Tier::Overlap,
-            depth: held.depth,
-            count: held.count,
-            spill: choice.spill,
-            miss: None,
-            prompts,
-        },
-        Err(miss) => {
-            Decision { endpoint: fallback(service, view, client, &candidates), miss: Some(miss), ..nobody(prompts) }
-        }
+    let prompts = shapes(named, service.rule.kv.block_size);
+    let decision = match affinity(service, named, view, &mut candidates) {
+        Ok(decision) => Decision { prompts, ..decision },
+        Err(miss) => Decision { miss: Some(miss), prompts, ..Decision::default() },
+    };
+    if decision.endpoint.is_some() && !service.rule.kv.observe {
+        return decision;
+    }
+    let endpoint = fallback(service, view, client, &candidates);
+    if !service.rule.kv.observe {
+        return Decision { endpoint, ..decision };
+    }
+    // A trial: what the tier would choose is told, and the selector chooses.
+    let held = named.as_ref().map(|named| view.held(named)).unwrap_or_default();
+    let here = endpoint.and_then(|endpoint| held.get(endpoint)).copied().unwrap_or_default();
+    let observed =
+        decision.endpoint.map(|endpoint| Observed { endpoint, depth: decision.depth, expected: decision.expected });
+    Decision {
+        endpoint,
+        tier: Tier::Selector,
+        depth: here.depth,
+        count: here.count,
+        rank: None,
+        expected: false,
+        spill: false,
+        observed,
+        ..decision
     }
 }
 
-fn nobody(prompts: Vec<PromptShape>) -> Decision {
-    Decision { endpoint: None, tier: Tier::Selector, depth: 0, count: 0, spill: false, miss: None, prompts }
-}
-
-fn shapes(named: &Result<Named, Miss>) -> Vec<PromptShape> {
-    let shape = |prompt: &NamedPrompt| PromptShape { tokens: prompt.token_ids.len(), blocks: prompt.names.len() };
+fn shapes(named: &Result<Named, Miss>, block_size: BlockSize) -> Vec<PromptShape> {
+    let shape =
+        |prompt: &NamedPrompt| PromptShape { tokens: prompt.tokens, blocks: prompt.tokens / block_size.tokens() };
     named.as_ref().map(|named| named.prompts.iter().map(shape).collect()).unwrap_or_default()
 }
 
@@ -193,16 +251,29 @@ fn serving_role(rule: &Rule) -> impl Fn(Role) -> bool {
     move |role| if split { role == Role::Prefill } else { true }
 }
 
+/// What the KV tier chooses; the prompts' shapes are left to the caller.
 fn affinity(
     service: &Service,
     named: &Result<Named, Miss>,
     view: &dyn View,
     candidates: &mut [Candidate],
-) -> Result<(policy::Choice, Overlap), Miss> {
+) -> Result<Decision, Miss> {
     let named = named.as_ref().map_err(|miss| *miss)?;
-    let held = weigh(service.rule.kv.score, named, view, candidates);
-    let blocks: usize = named.prompts.iter().map(|prompt| prompt.names.len()).sum();
-    let longest = named.prompts.iter().map(|prompt| prompt.token_ids.len()).max().unwrap_or_default();
+    let held = view.held(named);
+    let announced = |endpoint: usize| {
+        held.get(endpoint).map_or(0, |held| match service.rule.kv.score {
+            Score::Prefix => held.depth,
+            Score::Count => held.count,
+        })
+    };
+    let expected = view.expected(named);
+    for candidate in &mut *candidates {
+        let coming = expected.get(candidate.endpoint).copied().unwrap_or_default();
+        candidate.overlap = announced(candidate.endpoint).max(coming);
+    }
+    let size = service.rule.kv.block_size.tokens();
+    let blocks: usize = named.prompts.iter().map(|prompt| prompt.tokens / size).sum();
+    let longest = named.prompts.iter().map(|prompt| prompt.tokens).max().unwrap_or_default();
     let too_short = longest < service.min_match_tokens as usize;
     let min_overlap = min_overlap(service, blocks);
     let choice =
@@ -215,24 +286,23 @@ fn affinity(
     if too_short {
         return Err(Miss::because(Reason::Shallow, "prompt"));
     }
-    Ok((choice, held.get(choice.endpoint).copied().unwrap_or_default()))
-}
-
-/// Fills in each candidate's overlap; returns what each endpoint holds, by position.
-fn weigh(score: Score, named: &Named, view: &dyn View, candidates: &mut [Candidate]) -> Vec<Overlap> {
-    let mut held = vec![Overlap::default(); candidates.len()];
-    for prompt in &named.prompts {
-        view.overlaps(&prompt.names, &mut held);
-    }
-    for candidate in candidates {
-        if let Some(held) = held.get(candidate.endpoint) {
-            candidate.overlap = match score {
-                Score::Prefix => held.depth,
-                Score::Count => held.count,
-            };
-        }
-    }
-    held
+    let overlap = held.get(choice.endpoint).copied().unwrap_or_default();
+    // A hit is what was announced. Blocks that are only on their way steer the choice and are no hit: else names that never
+    // agree would look healthy in every burst.
+    let somewhere = candidates.iter().filter(|c| c.eligible).map(|c| announced(c.endpoint)).max().unwrap_or_default();
+    let expected =
+        announced(choice.endpoint) < min_overlap && (choice.overlap >= min_overlap || somewhere < min_overlap);
+    Ok(Decision {
+        endpoint: Some(choice.endpoint),
+        tier: Tier::Overlap,
+        depth: overlap.depth,
+        count: overlap.count,
+        rank: overlap.rank,
+        spill: choice.spill,
+        expected,
+        miss: expected.then_some(Miss::because(Reason::NoWorker, "expected")),
+        ..Decision::default()
+    })
 }
 
 /// Blocks that must match: as many as hold `min_match_tokens`, though never more than the prompts have.
@@ -288,6 +358,7 @@ mod tests {
     struct Fleet {
         held: Vec<BTreeSet<BlockHash>>,
         load: Vec<u32>,
+        coming: Vec<u32>,
         out: Vec<usize>,
         turns: AtomicU64,
     }
@@ -304,11 +375,20 @@ mod tests {
             (0..self.held.len()).map(candidate).collect()
         }
 
-        fn overlaps(&self, names: &[BlockHash], overlaps: &mut [Overlap]) {
-            for (overlap, held) in overlaps.iter_mut().zip(&self.held) {
-                overlap.depth += u32::try_from(names.iter().take_while(|name| held.contains(name)).count()).unwrap();
-                overlap.count += u32::try_from(names.iter().filter(|name| held.contains(name)).count()).unwrap();
+        fn held(&self, named: &Named) -> Vec<Overlap> {
+            let mut overlaps = vec![Overlap::default(); self.held.len()];
+            for names in named.prompts.iter().map(|prompt| &prompt.names[0]) {
+                for (overlap, held) in overlaps.iter_mut().zip(&self.held) {
+                    let run = names.iter().take_while(|name| held.contains(name)).count();
+                    overlap.depth += u32::try_from(run).unwrap();
+                    overlap.count += u32::try_from(names.iter().filter(|name| held.contains(name)).count()).unwrap();
+                }
             }
+            overlaps
+        }
+
+        fn expected(&self, _: &Named) -> Vec<u32> {
+            self.coming.clone()
         }
 
         fn turn(&self) -> u64 {
@@ -322,6 +402,13 @@ mod tests {
         rule.endpoints = roles.iter().zip(1..).map(|(role, octet)| endpoint(octet, *role)).collect();
         let hasher = Hasher::new(rule.kv.algo, &NoneSeed::Text("0".to_owned()), rule.kv.block_size);
         Service { rule: Arc::new(rule), hasher: Arc::new(hasher), settings: Settings::default(), min_match_tokens: 16 }
+    }
+
+    /// All endpoints name blocks as the rule says.
+    fn spaces(service: &Service) -> Vec<Space> {
+        let key_space = service.hasher.key_space(crate::contract::KeyEra::Tagged);
+        let endpoints = (0..service.rule.endpoints.len()).collect();
+        if service.hasher.provable() { vec![Space { key_space, lora: None, endpoints }] } else { Vec::new() }
     }
 
     fn pool(endpoints: usize) -> (Service, Fleet) {
@@ -339,7 +426,7 @@ mod tests {
         let request = Request { method: "POST", path: "/v1/completions", model_header: None, body };
         let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
         let limits = tokenize::Limits::default();
-        name(service, prompt.as_ref().map_err(|miss| *miss), Err("not_staged"), &limits, KeyEra::Tagged, &mut |_| ())
+        name(service, prompt.as_ref().map_err(|miss| *miss), Err("not_staged"), &limits, spaces(service), &mut |_| ())
     }
 
     fn ids(range: std::ops::Range<u32>) -> Vec<u32> {
@@ -356,11 +443,12 @@ mod tests {
         let service = service(ExactMode::PrefillDecode, &[Role::Prefill, Role::Decode, Role::Prefill]);
         let mut fleet = Fleet { held: vec![BTreeSet::new(); 3], ..Fleet::default() };
         let prompt_a = named(&service, &preamble_and(1000..1008));
-        let shape = |named: &Result<Named, Miss>| (shapes(named)[0].tokens, shapes(named)[0].blocks);
+        let size = BlockSize::new(16).unwrap();
+        let shape = |named: &Result<Named, Miss>| (shapes(named, size)[0].tokens, shapes(named, size)[0].blocks);
         assert_eq!(shape(&prompt_a), (40, 2));
         let cold = route(&service, &prompt_a, &fleet, None, &[]);
         assert_eq!((cold.endpoint, cold.tier, cold.miss), (Some(0), Tier::Selector, Some(Miss::new(Reason::NoWorker))));
-        fleet.held[0].extend(&prompt_a.unwrap().prompts[0].names);
+        fleet.held[0].extend(&prompt_a.unwrap().prompts[0].names[0]);
         let prompt_b = named(&service, &preamble_and(2000..2006));
         assert_eq!(shape(&prompt_b), (38, 2));
         let warm = route(&service, &prompt_b, &fleet, None, &[]);
@@ -369,7 +457,7 @@ mod tests {
         let again = route(&service, &prompt_b, &fleet, None, &[0]);
         assert_eq!((again.endpoint, again.miss), (Some(2), Some(Miss::new(Reason::Excluded))));
         // With a second holder the second-best overlap wins.
-        let first_block = named(&service, &ids(1..17)).unwrap().prompts[0].names.clone();
+        let first_block = named(&service, &ids(1..17)).unwrap().prompts[0].names[0].clone();
         fleet.held[2].extend(&first_block);
         let second = route(&service, &prompt_b, &fleet, None, &[0]);
         assert_eq!((second.endpoint, second.tier, second.depth), (Some(2), Tier::Overlap, 1));
@@ -402,14 +490,14 @@ mod tests {
         let (mut service, mut fleet) = pool(2);
         service.min_match_tokens = 40;
         let prompt = named(&service, &ids(0..64));
-        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[..2]);
+        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..2]);
         let shallow = route(&service, &prompt, &fleet, None, &[]);
         assert_eq!(shallow.miss, Some(Miss::because(Reason::Shallow, "match")));
-        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[..3]);
+        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..3]);
         assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(1));
         service.min_match_tokens = 16;
         let one_block = named(&service, &ids(500..516));
-        fleet.held[1].extend(&one_block.as_ref().unwrap().prompts[0].names);
+        fleet.held[1].extend(&one_block.as_ref().unwrap().prompts[0].names[0]);
         let back = route(&service, &one_block, &fleet, None, &[]);
         assert_eq!((back.endpoint, back.tier, back.depth), (Some(1), Tier::Overlap, 1));
     }
@@ -419,7 +507,7 @@ mod tests {
         let (mut service, mut fleet) = pool(2);
         service.settings.blend = Blend::Off;
         let prompt = named(&service, &ids(0..160));
-        let names = prompt.as_ref().unwrap().prompts[0].names.clone();
+        let names = prompt.as_ref().unwrap().prompts[0].names[0].clone();
         fleet.held[0].extend(&names[4..]);
         fleet.held[1].extend(&names[..3]);
         assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(1));
@@ -436,10 +524,61 @@ mod tests {
         let body = serde_json::json!({"model": "m", "prompt": [ids(0..32), ids(100..164)]}).to_string();
         let batch = ask(&service, body.as_bytes());
         let prompts = &batch.as_ref().unwrap().prompts;
-        fleet.held[0].extend(&prompts[0].names);
-        fleet.held[1].extend(&prompts[1].names);
+        fleet.held[0].extend(&prompts[0].names[0]);
+        fleet.held[1].extend(&prompts[1].names[0]);
         let decision = route(&service, &batch, &fleet, None, &[]);
         assert_eq!((decision.endpoint, decision.depth), (Some(1), 4));
+    }
+
+    #[test]
+    fn a_prompt_follows_one_like_it_that_is_under_way_and_that_is_no_hit() {
+        let (service, mut fleet) = pool(3);
+        fleet.coming = vec![0, 0, 2];
+        let prompt = named(&service, &ids(0..64));
+        let follows = route(&service, &prompt, &fleet, None, &[]);
+        assert_eq!(
+            (follows.endpoint, follows.tier, follows.depth, follows.expected),
+            (Some(2), Tier::Overlap, 0, true)
+        );
+        assert_eq!(follows.miss.map(|miss| miss.reason), Some(Reason::NoWorker));
+        fleet.held[2].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..1]);
+        let hit = route(&service, &prompt, &fleet, None, &[]);
+        assert_eq!((hit.endpoint, hit.depth, hit.expected, hit.miss), (Some(2), 1, false, None));
+        fleet.held[0].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..3]);
+        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(0), "three announced beat two expected");
+    }
+
+    #[test]
+    fn a_rule_that_observes_tells_what_the_tier_would_choose_and_lets_the_selector_choose() {
+        let (mut service, mut fleet) = pool(2);
+        let prompt = named(&service, &ids(0..64));
+        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0]);
+        let mut observing = (*service.rule).clone();
+        observing.kv.observe = true;
+        service.rule = Arc::new(observing);
+        let chosen: Vec<_> = (0..4).map(|_| route(&service, &prompt, &fleet, None, &[])).collect();
+        assert_eq!(chosen.iter().map(|d| d.endpoint).collect::<Vec<_>>(), [Some(0), Some(1), Some(0), Some(1)]);
+        let would = Observed { endpoint: 1, depth: 4, expected: false };
+        assert!(chosen.iter().all(|d| d.tier == Tier::Selector && d.observed == Some(would)));
+        assert_eq!((chosen[0].depth, chosen[1].depth), (0, 4));
+    }
+
+    #[test]
+    fn a_way_of_naming_without_names_for_a_prompt_leaves_the_others() {
+        let (service, _) = pool(2);
+        let lora = Some(Lora { name: "a".to_owned(), path: None, number: None });
+        let tagged = service.hasher.key_space(crate::contract::KeyEra::Tagged);
+        let untagged = service.hasher.key_space(crate::contract::KeyEra::Untagged);
+        let space = |key_space, endpoint| Space { key_space, lora: lora.clone(), endpoints: vec![endpoint] };
+        let body = serde_json::json!({"model": "a", "prompt": ids(0..32)}).to_string();
+        let request = Request { method: "POST", path: "/v1/completions", model_header: None, body: body.as_bytes() };
+        let prompt = openai::parse(&request).unwrap();
+        let ask =
+            |spaces| name(&service, Ok(&prompt), Err("not_staged"), &tokenize::Limits::default(), spaces, &mut |_| ());
+        let some = ask(vec![space(tagged, 0), space(untagged, 1)]).unwrap();
+        assert_eq!(some.spaces.iter().map(|space| space.endpoints.clone()).collect::<Vec<_>>(), [[1]]);
+        assert_eq!(some.prompts[0].names.len(), 1);
+        assert_eq!(ask(vec![space(tagged, 0)]), Err(Miss::because(Reason::Hashes, "lora_path")));
     }
 
     #[test]
@@ -464,9 +603,9 @@ mod tests {
         let (service, _) = pool(1);
         let with = |salt: &str| {
             let body = serde_json::json!({"model": "m", "prompt": ids(0..32), "cache_salt": salt}).to_string();
-            ask(&service, body.as_bytes()).unwrap().prompts[0].names.clone()
+            ask(&service, body.as_bytes()).unwrap().prompts[0].names[0].clone()
         };
         assert_ne!(with("a"), with("b"));
-        assert_eq!(with(""), named(&service, &ids(0..32)).unwrap().prompts[0].names);
+        assert_eq!(with(""), named(&service, &ids(0..32)).unwrap().prompts[0].names[0]);
     }
 }

@@ -8,6 +8,6 @@ mod decision;
 mod ladder;
 mod pick;
 
-pub use decision::{Decision, Miss, PromptShape, Reason, Tier};
-pub use ladder::{Named, NamedPrompt, Overlap, Service, Step, View, extra, name, route};
+pub use decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
+pub use ladder::{Named, NamedPrompt, Overlap, Service, Space, Step, View, name, route, tokens};
 pub use pick::{Lookup, Match, rank};

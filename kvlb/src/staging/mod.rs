@@ -64,6 +64,17 @@ pub async fn keep_loaded(dir: PathBuf, state: Arc<State>) {
     }
 }
 
+/// Loads one model's tokenizer, now and here.
+///
+/// # Errors
+/// Which file is missing, or what is wrong with it.
+pub fn load_now(dir: &Path, model: &str) -> Result<Tokenizer, String> {
+    let slug = ModelSlug::from(model);
+    let read = || read(dir, folder(dir, &slug).as_deref(), &slug);
+    let load = || read().and_then(|files| Ok(tried(Tokenizer::load(&files, EngineOptions::default())?)));
+    catch_unwind(load).unwrap_or(Err(Error::Panicked)).map_err(|error| error.to_string())
+}
+
 /// What the files of a folder looked like when they were read; `None` without a folder.
 type Stamp = Option<Vec<(OsString, u64, Option<SystemTime>)>>;
 

@@ -1,14 +1,16 @@
 //! Who holds which block: one index per key space, shared by its one writer and all readers.
 //!
-//! An inverted map answers for every cache at once: name → one bit per slot, where a slot is the cache of one
-//! data-parallel rank of one endpoint. A second map of the same form keeps which slots removed a name, and is looked at
-//! only for names that some slot did remove.
+//! An inverted map answers for every cache at once: name → the slots that hold it and those that removed it, one bit each,
+//! where a slot is the cache of one data-parallel rank of one endpoint. Names lie in the order in which they were
+//! announced ([`arena`]), so a prompt is read like a list, with one search ([`names`]) for each stretch of it.
 //!
-//! Readers take no lock and write nothing: cells are atomics, and a rebuilt table reaches readers through a snapshot that
-//! they load once per query. Writers take turns behind a mutex, so callers need not arrange for there being one only.
+//! Readers take no lock and write nothing: cells are atomics, and new pages and tables reach readers through a snapshot
+//! that they load once per query. Writers take turns behind a mutex, so callers need not arrange for there being one only.
 //! A reader may see an event half applied; a wrong route costs time, never correctness.
 
-mod table;
+mod arena;
+mod names;
+mod writer;
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,14 +20,16 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 
 use crate::contract::BlockHash;
-use crate::contract::events::{Event, Removed, Stored};
-use crate::inventory::{Book, Limits, Place, Removal, Scorer, Storing, bits};
-use table::{Cell, Key, Map, Mixer, SHARDS, View};
+use crate::contract::events::Event;
+use crate::inventory::Scorer;
+use arena::{Cell, HELD, REMOVED, View};
+use names::Mixer;
+use writer::Writer;
 
 /// Slots at most: 128 endpoints of eight ranks.
 pub const SLOTS_MAX: usize = 1024;
-/// Names whose searches wait for memory together: enough to cover its latency, few enough for the stack.
-const TOGETHER: usize = 64;
+/// Views that a query asks for at most: a cell is moved at most once between two of them.
+const VIEWS_MAX: u32 = 4;
 /// Blocks a slot may hold for each that its engine can: four leave room for what an engine announces and does not keep.
 const NAMES_PER_GPU_BLOCK: u64 = 4;
 
@@ -107,26 +111,13 @@ pub struct Index {
     snapshot: ArcSwap<Snapshot>,
     writer: Mutex<Writer>,
     names: Box<[AtomicUsize]>,
-    mixer: Mixer,
 }
 
 /// What readers see.
 struct Snapshot {
-    held: View,
-    removed: View,
-    /// Slots in use, 64 a word; as many words as names have values.
+    view: View,
+    /// Slots in use, 64 a word; as many words as cells have in each layer.
     slots: Vec<u64>,
-}
-
-struct Writer {
-    config: IndexConfig,
-    held: Map,
-    removed: Map,
-    slots: Vec<u64>,
-    books: Vec<Option<Book>>,
-    /// Applies events wrongly on purpose, to see that the tests notice.
-    #[cfg(test)]
-    broken: bool,
 }
 
 impl fmt::Debug for Index {
@@ -138,21 +129,12 @@ impl fmt::Debug for Index {
 impl Index {
     /// An index without slots.
     pub fn new(config: IndexConfig) -> Self {
-        let mixer = Mixer::new(config.seed);
-        let writer = Writer {
-            config,
-            held: Map::new(mixer),
-            removed: Map::new(mixer),
-            slots: vec![0],
-            books: Vec::new(),
-            #[cfg(test)]
-            broken: false,
-        };
+        let mut writer = Writer::new(config, Mixer::new(config.seed));
+        let snapshot = Snapshot { view: writer.arena.view(), slots: writer.slots.clone() };
         Self {
-            snapshot: ArcSwap::from_pointee(writer.snapshot()),
+            snapshot: ArcSwap::from_pointee(snapshot),
             writer: Mutex::new(writer),
             names: (0..SLOTS_MAX).map(|_| AtomicUsize::new(0)).collect(),
-            mixer,
         }
     }
 
@@ -161,40 +143,36 @@ impl Index {
         let mut writer = self.writer.lock();
         let slot = writer.add_slot()?;
         self.names[slot.index()].store(0, Ordering::Relaxed);
-        self.publish(&mut writer, true);
+        self.publish_all(&mut writer);
         Some(slot)
     }
 
     /// Removes a slot and everything known of it.
     pub fn remove_slot(&self, slot: SlotId) {
         let mut writer = self.writer.lock();
-        writer.clear(slot);
-        writer.slots[slot.word()] &= !slot.bit();
-        writer.books[slot.index()] = None;
+        writer.remove_slot(slot);
         self.names[slot.index()].store(0, Ordering::Relaxed);
-        self.publish(&mut writer, true);
+        self.compact(&mut writer);
+        self.publish_all(&mut writer);
     }
 
     /// Tells how many blocks a slot's engine can hold, which bounds the names kept of it unless the operator did.
     pub fn set_gpu_blocks(&self, slot: SlotId, gpu_blocks: u64) {
         let mut writer = self.writer.lock();
-        let of_engine = usize::try_from(gpu_blocks.saturating_mul(NAMES_PER_GPU_BLOCK)).unwrap_or(usize::MAX);
-        let names = writer.config.max_blocks.unwrap_or_else(|| of_engine.min(writer.config.names_max));
-        if let Some(book) = writer.books[slot.index()].as_mut() {
-            book.set_names_max(names);
-            writer.evict(slot);
-        }
+        writer.set_gpu_blocks(slot, gpu_blocks);
         self.publish_slot(&mut writer, slot);
     }
 
     /// Applies one event of a slot.
     pub fn apply(&self, slot: SlotId, event: &Event) -> Applied {
+        self.apply_noting(slot, event, &mut Vec::new())
+    }
+
+    /// As [`Index::apply`]; adds the names that a bound took copies of to `dropped`, which are [`Applied::evicted`] in
+    /// number. Whether any copy is left, [`Index::holds_copy`] says.
+    pub fn apply_noting(&self, slot: SlotId, event: &Event, dropped: &mut Vec<BlockHash>) -> Applied {
         let mut writer = self.writer.lock();
-        let applied = match event {
-            Event::Stored(stored) => writer.store(slot, stored),
-            Event::Removed(removed) => writer.remove(slot, removed),
-            Event::Cleared => Applied { removed: writer.clear(slot), ..Applied::default() },
-        };
+        let applied = writer.apply(slot, event, dropped);
         self.publish_slot(&mut writer, slot);
         applied
     }
@@ -205,16 +183,29 @@ impl Index {
     }
 
     fn publish_slot(&self, writer: &mut Writer, slot: SlotId) {
-        let names = writer.books[slot.index()].as_ref().map_or(0, Book::names);
-        self.names[slot.index()].store(names, Ordering::Relaxed);
-        self.publish(writer, false);
+        self.names[slot.index()].store(writer.names(slot), Ordering::Relaxed);
+        self.compact(writer);
+        self.publish(writer);
     }
 
-    fn publish(&self, writer: &mut Writer, slots_changed: bool) {
-        if slots_changed || writer.held.rebuilt || writer.removed.rebuilt {
-            (writer.held.rebuilt, writer.removed.rebuilt) = (false, false);
-            self.snapshot.store(Arc::new(writer.snapshot()));
+    /// Moves cells together where too many are dead. Readers know where cells go before they are sent there.
+    fn compact(&self, writer: &mut Writer) {
+        while let Some(moved) = writer.copy_out() {
+            self.publish(writer);
+            writer.move_over(moved);
         }
+    }
+
+    /// Gives readers what their view lacks.
+    fn publish(&self, writer: &mut Writer) {
+        if let Some(view) = writer.new_view() {
+            self.snapshot.store(Arc::new(Snapshot { view, slots: writer.slots.clone() }));
+        }
+    }
+
+    fn publish_all(&self, writer: &mut Writer) {
+        let view = writer.arena.view();
+        self.snapshot.store(Arc::new(Snapshot { view, slots: writer.slots.clone() }));
     }
 
     /// How many blocks a slot holds.
@@ -224,246 +215,55 @@ impl Index {
 
     /// The blocks that a slot holds, in order of their names.
     pub fn names(&self, slot: SlotId) -> Vec<BlockHash> {
-        let snapshot = self.snapshot.load();
-        let mut names: Vec<_> =
-            (0..SHARDS).flat_map(|shard| snapshot.held.with_bits(self.mixer, shard, slot.word(), slot.bit())).collect();
+        let mut names = self.snapshot.load().view.with_bits(slot.word(), HELD, slot.bit());
         names.sort_unstable();
+        // A cell that is being moved is there twice.
+        names.dedup();
         names
+    }
+
+    /// Whether a slot holds any copy of a block, in whatever KV group and medium.
+    pub fn holds_copy(&self, slot: SlotId, name: BlockHash) -> bool {
+        self.writer.lock().holds_copy(slot, name)
     }
 
     /// The copies of blocks that a slot holds beyond those of [`Index::names`], with a number for group and medium.
     pub fn copies(&self, slot: SlotId) -> Vec<(BlockHash, u32, u32)> {
-        self.writer.lock().books[slot.index()].as_ref().map_or_else(Vec::new, Book::copies)
+        self.writer.lock().copies(slot)
     }
 
     /// Scores every slot in use against the names of a prompt's blocks, in prompt order.
     pub fn overlaps(&self, names: &[BlockHash], out: &mut Vec<Overlap>) {
         out.clear();
         let snapshot = self.snapshot.load();
-        for (word, &slots) in snapshot.slots.iter().enumerate().filter(|(_, slots)| **slots != 0) {
-            let mut scorer = Scorer::default();
-            for names in names.chunks(TOGETHER) {
-                snapshot.answer(self.mixer, names, word, |held, removed| scorer.next(held, removed));
+        // Nearly always there are at most 64 slots, and the one scorer needs no memory of its own.
+        let mut first = Scorer::default();
+        let mut others = vec![Scorer::default(); snapshot.slots.len() - 1];
+        self.walk(&snapshot, names, |cell| {
+            first.next(cell.slots(0, HELD), cell.slots(0, REMOVED));
+            for (word, scorer) in (1..).zip(&mut others) {
+                scorer.next(cell.slots(word, HELD), cell.slots(word, REMOVED));
             }
+        });
+        let scorers = std::iter::once(first).chain(others);
+        for ((word, &slots), scorer) in snapshot.slots.iter().enumerate().zip(scorers) {
             scorer.finish(slots, |slot, depth, count| {
                 out.push(Overlap { slot: SlotId::new(64 * word + slot), depth, count });
             });
         }
     }
-}
 
-impl Snapshot {
-    /// Looks up at most [`TOGETHER`] names and passes on which of 64 slots hold, and which removed, each.
+    /// Passes on the cells of all names, if need be from newer views.
     #[inline]
-    fn answer(&self, mixer: Mixer, names: &[BlockHash], word: usize, mut pass: impl FnMut(u64, u64)) {
-        // All first reads are started before any is needed, so that their cache misses overlap.
-        let mut begun = [(Cell::default(), 0); TOGETHER];
-        for (begun, &name) in begun.iter_mut().zip(names) {
-            let key = mixer.key(name);
-            *begun = self.held.tables[key.shard()].begin(key);
-        }
-        for (&begun, &name) in begun.iter().zip(names) {
-            let key = mixer.key(name);
-            let table = &self.held.tables[key.shard()];
-            match table.end(key, begun) {
-                Ok((cell, marked)) => {
-                    let removed = if marked { self.removals(key, word) } else { 0 };
-                    pass(table.value(cell, word), removed);
-                }
-                Err(_) => pass(0, 0),
+    fn walk(&self, snapshot: &Snapshot, names: &[BlockHash], mut pass: impl FnMut(Cell<'_>)) {
+        let mut walked = snapshot.view.walk(names, false, &mut pass);
+        for views in 2..=VIEWS_MAX {
+            if walked == names.len() {
+                return;
             }
+            let snapshot = self.snapshot.load();
+            walked += snapshot.view.walk(&names[walked..], views == VIEWS_MAX, &mut pass);
         }
-    }
-
-    #[cold]
-    fn removals(&self, key: Key, word: usize) -> u64 {
-        let table = &self.removed.tables[key.shard()];
-        table.find(key).map_or(0, |(cell, _)| table.value(cell, word))
-    }
-}
-
-impl Writer {
-    fn snapshot(&self) -> Snapshot {
-        Snapshot { held: self.held.view.clone(), removed: self.removed.view.clone(), slots: self.slots.clone() }
-    }
-
-    fn add_slot(&mut self) -> Option<SlotId> {
-        let free = (0..SLOTS_MAX).find(|&index| self.books.get(index).is_none_or(Option::is_none))?;
-        let slot = SlotId::new(free);
-        if slot.word() >= self.slots.len() {
-            self.slots.resize(slot.word() + 1, 0);
-            self.held.widen(self.slots.len());
-            self.removed.widen(self.slots.len());
-        }
-        let names = self.config.max_blocks.unwrap_or(self.config.names_max).max(1);
-        let book = Book::new(Limits { names, forgotten: self.config.removed_max });
-        if self.books.len() <= free {
-            self.books.resize_with(free + 1, || None);
-        }
-        self.books[free] = Some(book);
-        self.slots[slot.word()] |= slot.bit();
-        Some(slot)
-    }
-
-    fn holds(&self, key: Key, slot: SlotId) -> bool {
-        self.held.get(key, slot.word()) & slot.bit() != 0
-    }
-
-    fn store(&mut self, slot: SlotId, stored: &Stored) -> Applied {
-        let mut applied = Applied::default();
-        let Some(mut book) = self.books[slot.index()].take() else { return applied };
-        let mut place = book.place(stored);
-        if place == Place::Demote {
-            let held = self.names(slot);
-            for &name in &held {
-                self.drop_bit(slot, name);
-            }
-            book.demote(held);
-            place = Place::Aside;
-        }
-        if place == Place::Counts && book.names() == 0 {
-            for name in book.promote() {
-                self.store_one(slot, &mut book, name, &mut applied);
-            }
-        }
-        for hashes in stored.hashes.chunks(TOGETHER) {
-            if place == Place::Counts {
-                self.held.fetch(hashes.iter().map(|hash| hash.name));
-            }
-            for hash in hashes {
-                match place {
-                    Place::Counts => self.store_one(slot, &mut book, hash.name, &mut applied),
-                    _ => applied.evicted += u32::from(book.store_aside(hash.name, stored) == Storing::Refused),
-                }
-            }
-        }
-        self.books[slot.index()] = Some(book);
-        applied.evicted += self.evict(slot);
-        applied
-    }
-
-    fn store_one(&mut self, slot: SlotId, book: &mut Book, name: BlockHash, applied: &mut Applied) {
-        let key = self.held_key(name);
-        let held = self.holds(key, slot);
-        if book.store(name, held) != Storing::Held {
-            return;
-        }
-        applied.stored += 1;
-        if self.held.is_zero(key) {
-            // Somebody holds it again: its removals are remembered for as long.
-            self.recall(key, name, slot, book);
-        }
-        self.held.change(key, slot.word(), slot.bit(), true);
-        self.set_removed(key, slot, false);
-    }
-
-    fn held_key(&self, name: BlockHash) -> Key {
-        self.held.key(name)
-    }
-
-    /// Takes a name that nobody held out of the queues of those that remember it as removed.
-    fn recall(&mut self, key: Key, name: BlockHash, own: SlotId, own_book: &mut Book) {
-        for (word, slots) in self.removed.values(key).enumerate().filter(|(_, slots)| *slots != 0).collect::<Vec<_>>() {
-            for slot in bits(slots).map(|bit| SlotId::new(64 * word + bit)) {
-                match &mut self.books[slot.index()] {
-                    _ if slot == own => own_book.recall(name),
-                    Some(book) => book.recall(name),
-                    None => {}
-                }
-            }
-        }
-    }
-
-    fn remove(&mut self, slot: SlotId, removed: &Removed) -> Applied {
-        let mut applied = Applied::default();
-        for hash in &removed.hashes {
-            let key = self.held_key(hash.name);
-            let held = self.holds(key, slot);
-            let Some(book) = self.books[slot.index()].as_mut() else { return applied };
-            match book.remove(hash.name, removed, held) {
-                #[cfg(test)]
-                Removal::Fewer if self.broken => self.drop_bit(slot, hash.name),
-                Removal::Fewer => {}
-                Removal::Unknown => applied.unknown += 1,
-                Removal::Gone => {
-                    applied.removed += 1;
-                    self.set_removed(key, slot, true);
-                    self.drop_bit(slot, hash.name);
-                }
-            }
-        }
-        applied
-    }
-
-    /// Takes a slot's bit back.
-    fn drop_bit(&mut self, slot: SlotId, name: BlockHash) {
-        let key = self.held_key(name);
-        self.held.change(key, slot.word(), slot.bit(), false);
-        self.abandoned(key, name);
-        self.held.settle(key.shard());
-    }
-
-    /// Where nobody holds a name any more, the slots that removed it remember it for a while.
-    fn abandoned(&mut self, key: Key, name: BlockHash) {
-        if !self.held.is_zero(key) {
-            return;
-        }
-        let removals: Vec<_> = self.removed.values(key).enumerate().filter(|(_, slots)| *slots != 0).collect();
-        for (word, slots) in removals {
-            for slot in bits(slots).map(|bit| SlotId::new(64 * word + bit)) {
-                let forgotten = self.books[slot.index()].as_mut().and_then(|book| book.remember(name));
-                if let Some(forgotten) = forgotten {
-                    self.set_removed(self.held_key(forgotten), slot, false);
-                }
-            }
-        }
-    }
-
-    fn set_removed(&mut self, key: Key, slot: SlotId, removed: bool) {
-        let before = self.removed.change(key, slot.word(), slot.bit(), removed);
-        if (before & slot.bit() != 0) == removed {
-            return;
-        }
-        self.held.mark(key, removed || !self.removed.is_zero(key));
-        if !removed {
-            self.removed.settle(key.shard());
-            self.held.settle(key.shard());
-        }
-    }
-
-    fn evict(&mut self, slot: SlotId) -> u32 {
-        let mut evicted = 0;
-        if self.books[slot.index()].as_ref().is_some_and(Book::wants_order) {
-            let held = self.names(slot);
-            if let Some(book) = self.books[slot.index()].as_mut() {
-                book.start_order(held);
-            }
-        }
-        while let Some(oldest) = self.books[slot.index()].as_mut().and_then(Book::evict) {
-            self.drop_bit(slot, oldest);
-            evicted += 1;
-        }
-        evicted
-    }
-
-    /// Empties a slot; says how many blocks it held.
-    fn clear(&mut self, slot: SlotId) -> u32 {
-        let Some(book) = self.books[slot.index()].as_mut() else { return 0 };
-        let held = book.names();
-        book.clear();
-        for shard in 0..SHARDS {
-            for name in self.removed.with_bits(shard, slot.word(), slot.bit()) {
-                self.set_removed(self.held_key(name), slot, false);
-            }
-            for name in self.held.with_bits(shard, slot.word(), slot.bit()) {
-                self.drop_bit(slot, name);
-            }
-        }
-        u32::try_from(held).unwrap_or(u32::MAX)
-    }
-
-    fn names(&self, slot: SlotId) -> Vec<BlockHash> {
-        (0..SHARDS).flat_map(|shard| self.held.with_bits(shard, slot.word(), slot.bit())).collect()
     }
 }
 

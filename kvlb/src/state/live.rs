@@ -4,10 +4,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use serde_json::Value;
 
-use crate::fleet::{Admin, Breaker, Condition, Probe};
+use crate::fleet::{Admin, Breaker, Condition, EngineFacts, Probe};
 
 /// The number of one endpoint of one rule, unique in the life of the process: it survives changes of the rule, and a
 /// removed endpoint's number is never given to another.
@@ -39,6 +39,7 @@ pub struct Meters {
     bytes: AtomicU64,
     addresses: ArcSwap<Vec<SocketAddr>>,
     models: ArcSwap<Vec<ListedModel>>,
+    facts: ArcSwapOption<EngineFacts>,
 }
 
 impl Meters {
@@ -53,6 +54,7 @@ impl Meters {
             bytes: AtomicU64::new(0),
             addresses: ArcSwap::default(),
             models: ArcSwap::default(),
+            facts: ArcSwapOption::empty(),
         }
     }
 
@@ -130,6 +132,16 @@ impl Meters {
     /// Learns what the engine serves.
     pub fn set_models(&self, models: Vec<ListedModel>) {
         self.models.store(Arc::new(models));
+    }
+
+    /// What the engine said of itself when it was last asked; `None` before the first time.
+    pub fn facts(&self) -> Option<Arc<EngineFacts>> {
+        self.facts.load_full()
+    }
+
+    /// Learns what the engine says of itself.
+    pub fn set_facts(&self, facts: EngineFacts) {
+        self.facts.store(Some(Arc::new(facts)));
     }
 }
 

@@ -3,8 +3,10 @@
 //! Every lock and atomic of kvlb lives here. Readers take a snapshot of the [`Table`] and keep it for one request;
 //! writers publish a new one. Locks are held for a look-up or an update in memory, never across I/O.
 
+mod expect;
 pub mod index;
 pub mod kv;
+pub mod ledger;
 mod live;
 mod reach;
 mod retry;
@@ -21,6 +23,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+pub use expect::{Expectation, Expectations};
 pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::page;
@@ -28,8 +31,7 @@ pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;
-use crate::contract::attest::Attestor;
-use crate::contract::{Hasher, NoneSeed};
+use crate::contract::{Hasher, NoneSeed, Rehash};
 use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
 use crate::router;
@@ -82,6 +84,7 @@ pub struct State {
     publishing: Mutex<()>,
     rules_changed: watch::Sender<u64>,
     conditions_changed: watch::Sender<u64>,
+    facts_changed: watch::Sender<u64>,
     reach: Reach,
     next_endpoint: AtomicU32,
     degraded: Mutex<HashMap<&'static str, String>>,
@@ -99,6 +102,7 @@ impl State {
             publishing: Mutex::new(()),
             rules_changed: watch::Sender::new(0),
             conditions_changed: watch::Sender::new(0),
+            facts_changed: watch::Sender::new(0),
             reach: Reach::default(),
             next_endpoint: AtomicU32::new(0),
             degraded: Mutex::default(),
@@ -156,6 +160,16 @@ impl State {
         self.conditions_changed.send_modify(|version| *version += 1);
     }
 
+    /// Tells when an engine has said what it is.
+    pub fn watch_facts(&self) -> watch::Receiver<u64> {
+        self.facts_changed.subscribe()
+    }
+
+    /// Says that an engine has said what it is.
+    pub fn facts_changed(&self) {
+        self.facts_changed.send_modify(|version| *version += 1);
+    }
+
     /// Says that something does not work as it should, until [`State::recovered`]; shown in the status and as a metric.
     pub fn degrade(&self, what: &'static str, why: String) {
         self.degraded.lock().insert(what, why);
@@ -178,7 +192,14 @@ impl State {
         // Names of another contract mean nothing: a change of it starts an empty index.
         let kept = old.filter(|old| same_contract(old.rule(), rule));
         let index = kept.map_or_else(|| Arc::new(index::Index::new(self.index_config())), |old| Arc::clone(&old.index));
-        let endpoints = rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
+        let endpoints: Vec<_> =
+            rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
+        let expectations = old.map_or_else(Arc::default, |old| Arc::clone(&old.expectations));
+        for endpoint in &endpoints {
+            if let Some(kv) = &endpoint.kv {
+                kv.set_expectations(&expectations, endpoint.meters.id);
+            }
+        }
         Service {
             ready: router::Service {
                 rule: Arc::clone(rule),
@@ -188,6 +209,7 @@ impl State {
             },
             endpoints,
             index,
+            expectations,
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
             choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
             retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
@@ -208,16 +230,28 @@ impl State {
             |old| old.meters,
         );
         let kv = table::subscribes(rule, spec.role).then(|| {
-            kept.and_then(find).and_then(|old| old.kv).unwrap_or_else(|| {
-                let attestor = Attestor::new(rule.kv.algo, self.config.none_seed.clone(), rule.kv.block_size);
-                Arc::new(kv::EndpointKv::new(Arc::clone(index), attestor))
-            })
+            // What listens elsewhere may hear another engine.
+            let same_ports =
+                |old: &Endpoint| (old.spec.zmq_port, old.spec.replay_port) == (spec.zmq_port, spec.replay_port);
+            let kept = kept.and_then(find).filter(same_ports).and_then(|old| old.kv);
+            kept.unwrap_or_else(|| Arc::new(kv::EndpointKv::new(Arc::clone(index), &self.naming(rule))))
         });
         let endpoint = Endpoint { spec: spec.clone(), meters, kv };
         if let Some(address) = endpoint.literal_address() {
             endpoint.meters.set_addresses(vec![address]);
         }
         endpoint
+    }
+
+    fn naming(&self, rule: &Rule) -> kv::Naming {
+        kv::Naming {
+            algo: rule.kv.algo,
+            seed: self.config.none_seed.clone(),
+            block_size: rule.kv.block_size,
+            keying: rule.kv.keying,
+            // Where names of ours fall is nobody's business either.
+            rehash: Rehash::new(self.config.index_seed),
+        }
     }
 
     fn settings(&self, rule: &Rule) -> Settings {
@@ -240,6 +274,9 @@ impl State {
 
 /// Whether what endpoints hold under `old` still means the same under `new`.
 fn same_contract(old: &Rule, new: &Rule) -> bool {
-    let contract = |rule: &Rule| (rule.kv.mode == ExactMode::Off, rule.kv.algo, rule.kv.block_size, rule.kv.engine);
+    let contract = |rule: &Rule| {
+        let kv = &rule.kv;
+        (kv.mode == ExactMode::Off, kv.algo, kv.block_size, kv.engine, kv.keying, kv.tier_weights)
+    };
     contract(old) == contract(new) && old.kv.zmq_port == new.kv.zmq_port && old.kv.replay_port == new.kv.replay_port
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use prometheus::IntCounterVec;
 use prometheus::core::Collector as _;
 
 use super::kv::EndpointKv;
@@ -48,6 +49,10 @@ fn forget(metrics: &Metrics) {
         family.reset();
     }
     metrics.contract.reset();
+    metrics.keying.reset();
+    metrics.orphans.reset();
+    metrics.predicted_tokens.reset();
+    metrics.reported_tokens.reset();
     metrics.degraded.reset();
     metrics.event_age_seconds.reset();
     metrics.event_lag_seconds.reset();
@@ -61,15 +66,20 @@ fn forget(metrics: &Metrics) {
 /// Requests are counted as they end, which may be after their rule went: its series go here.
 fn forget_requests(metrics: &Metrics, table: &Table) {
     let in_force: BTreeSet<String> = table.services().iter().map(|service| service.rule().id.to_string()).collect();
-    for family in metrics.requests.collect() {
-        for series in family.get_metric() {
+    let families: [(&IntCounterVec, &[&str]); 3] = [
+        (&metrics.requests, &["service", "class"]),
+        (&metrics.observed_choices, &["service", "result"]),
+        (&metrics.observed_tokens, &["service"]),
+    ];
+    for (counters, names) in families {
+        for series in counters.collect().iter().flat_map(|family| family.get_metric()) {
             let label = |name: &str| {
                 series.get_label().iter().find(|label| label.name() == name).map_or("", |label| label.value())
             };
-            let (service, class) = (label("service"), label("class"));
+            let labels: Vec<_> = names.iter().map(|name| label(name)).collect();
             // Gone already is as good.
-            if !in_force.contains(service) && metrics.requests.remove_label_values(&[service, class]).is_err() {
-                tracing::debug!(service, class, "no such series");
+            if !in_force.contains(labels[0]) && counters.remove_label_values(&labels).is_err() {
+                tracing::debug!(?labels, "no such series");
             }
         }
     }
@@ -94,6 +104,13 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
         metrics.event_lag_seconds.with_label_values(&labels).set(kv.lag().as_secs_f64());
     }
     show_contract(metrics, labels, &status.contract);
+    for (keying, holds) in [("parity", !status.rehashed), ("rehash", status.rehashed)] {
+        metrics.keying.with_label_values(&[labels[0], labels[1], keying]).set(holds.into());
+    }
+    let sums = kv.ledger.totals().tokens;
+    metrics.predicted_tokens.with_label_values(&labels).inc_by(sums.predicted);
+    metrics.reported_tokens.with_label_values(&labels).inc_by(sums.reported);
+    metrics.orphans.with_label_values(&labels).inc_by(kv.counters.orphans.load(Ordering::Relaxed));
     let of_socket = [labels[0], place];
     metrics.subscriber_connected.with_label_values(&of_socket).set(status.connected.into());
     let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -115,6 +132,7 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
         ("undecodable", &counters.undecodable),
         ("unknown", &counters.unknown),
         ("ranks_refused", &counters.ranks_refused),
+        ("distrusted", &counters.distrusted),
     ] {
         metrics.event_stream.with_label_values(&[labels[0], labels[1], what]).inc_by(read(counter));
     }

@@ -5,14 +5,16 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::expect::Expectations;
 use super::index::Index;
 use super::kv::EndpointKv;
 use super::live::{ListedModel, Meters};
 use super::retry::RetryBudget;
-use crate::contract::KeyEra;
+use crate::clock;
+use crate::contract::{KeySpace, Lora};
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
 use crate::policy::Candidate;
-use crate::router::{self, Lookup, Overlap, View};
+use crate::router::{self, Lookup, Named, Overlap, Space, View};
 
 /// One version of all rules. Readers hold a snapshot; a change makes a new one.
 #[derive(Debug, Default)]
@@ -34,6 +36,8 @@ pub struct Service {
     pub index: Arc<Index>,
     /// How many of the rule's requests may be sent once more.
     pub retries: Arc<RetryBudget>,
+    /// Blocks that requests under way bring to their endpoints.
+    pub expectations: Arc<Expectations>,
     pub(super) turns: Arc<AtomicU64>,
     pub(super) choices: Arc<AtomicU64>,
 }
@@ -167,10 +171,33 @@ impl Service {
         own.is_none_or(|own| listed.id == *own || listed.parent.as_ref() == Some(own))
     }
 
-    /// The way in which extra keys enter block names, as the endpoints' events show it.
-    pub fn era(&self) -> KeyEra {
-        let untagged = |endpoint: &Endpoint| endpoint.kv.as_ref().is_some_and(|kv| kv.era() == KeyEra::Untagged);
-        if self.endpoints.iter().any(untagged) { KeyEra::Untagged } else { KeyEra::Tagged }
+    /// The base model of an adapter that an engine of this rule lists.
+    pub fn base_of(&self, adapter: &str) -> Option<String> {
+        let of_endpoint = |endpoint: &Endpoint| {
+            endpoint.meters.models().iter().find(|listed| listed.id == adapter).and_then(|listed| listed.parent.clone())
+        };
+        self.endpoints.iter().find_map(of_endpoint)
+    }
+
+    /// The ways in which the endpoints' blocks are named for requests for `adapter`, or for the base model. Endpoints whose
+    /// names cannot be computed, or that do not serve the adapter, are in none.
+    pub fn spaces(&self, adapter: Option<&str>) -> Vec<Space> {
+        let mut spaces: Vec<Space> = Vec::with_capacity(1);
+        for (position, endpoint) in self.endpoints.iter().enumerate() {
+            let Some(key_space) = endpoint.kv.as_ref().and_then(|kv| kv.key_space()) else { continue };
+            let lora = match adapter {
+                None => None,
+                Some(adapter) => match endpoint.adapter(adapter, &key_space) {
+                    Some(lora) => Some(lora),
+                    None => continue,
+                },
+            };
+            match spaces.iter_mut().find(|space| space.key_space == key_space && space.lora == lora) {
+                Some(space) => space.endpoints.push(position),
+                None => spaces.push(Space { key_space, lora, endpoints: vec![position] }),
+            }
+        }
+        spaces
     }
 }
 
@@ -183,6 +210,29 @@ impl Endpoint {
             _ => Admin::Up,
         };
         self.meters.condition(admin)
+    }
+
+    /// An adapter as its engine has it, so far as it enters names of this key space.
+    fn adapter(&self, name: &str, key_space: &KeySpace) -> Option<Lora> {
+        let models = self.meters.models();
+        let listed = models.iter().find(|listed| listed.parent.is_some() && listed.id == name)?;
+        // Source: vLLM lists the adapter's path as its `root`.
+        let path = listed.card["root"].as_str().filter(|_| key_space.hashes_paths()).map(str::to_owned);
+        let number = self.numbers_adapters().then(|| {
+            // Source: such versions number adapters from 1 in the order in which they list them.
+            let adapters = models.iter().filter(|listed| listed.parent.is_some());
+            let before = adapters.take_while(|listed| listed.id != name).count();
+            i64::try_from(before + 1).unwrap_or(i64::MAX)
+        });
+        Some(Lora { name: name.to_owned(), path, number })
+    }
+
+    /// Whether its engine hashes an adapter's number instead of its name.
+    ///
+    /// Source: vLLM before 0.11.1.
+    fn numbers_adapters(&self) -> bool {
+        let facts = self.meters.facts();
+        facts.as_ref().and_then(|facts| facts.version.known()?.at_least(0, 11)) == Some(false)
     }
 
     /// KV blocks of its engine's cache, where the engine has said.
@@ -220,15 +270,43 @@ impl View for Service {
         self.endpoints.iter().enumerate().map(candidate).collect()
     }
 
-    fn overlaps(&self, names: &[crate::contract::BlockHash], overlaps: &mut [Overlap]) {
-        let mut by_slot = Vec::new();
-        self.index.overlaps(names, &mut by_slot);
-        for (held, endpoint) in overlaps.iter_mut().zip(&self.endpoints) {
-            let Some(kv) = &endpoint.kv else { continue };
-            let (depth, count) = kv.overlap(&by_slot);
-            held.depth += depth;
-            held.count += count;
+    fn held(&self, named: &Named) -> Vec<Overlap> {
+        let mut held = vec![Overlap::default(); self.endpoints.len()];
+        let ours = self.rule().kv.block_size.get();
+        for (position, space) in named.spaces.iter().enumerate() {
+            let mut by_prompt = Vec::with_capacity(named.prompts.len());
+            for prompt in &named.prompts {
+                let mut by_slot = Vec::new();
+                self.index.overlaps(&prompt.names[position], &mut by_slot);
+                by_prompt.push(by_slot);
+            }
+            // An engine whose blocks have another size than the rule says counts in the rule's.
+            let scaled = |blocks: u32| blocks.saturating_mul(space.key_space.block_size().get()) / ours;
+            for &endpoint in &space.endpoints {
+                if let Some(kv) = self.endpoints.get(endpoint).and_then(|endpoint| endpoint.kv.as_ref()) {
+                    let holding = kv.holding(&by_prompt);
+                    held[endpoint] =
+                        Overlap { depth: scaled(holding.depth), count: scaled(holding.count), rank: holding.rank };
+                }
+            }
         }
+        held
+    }
+
+    fn expected(&self, named: &Named) -> Vec<u32> {
+        let ours = self.rule().kv.block_size.get();
+        let mut coming = vec![0; self.endpoints.len()];
+        for (position, space) in named.spaces.iter().enumerate() {
+            for prompt in &named.prompts {
+                let of_prompt = self.expectations.depths(&prompt.names[position], clock::now());
+                for &endpoint in &space.endpoints {
+                    let id = self.endpoints[endpoint].meters.id;
+                    let depth = of_prompt.iter().find(|(known, _)| *known == id).map_or(0, |(_, depth)| *depth);
+                    coming[endpoint] += depth.saturating_mul(space.key_space.block_size().get()) / ours;
+                }
+            }
+        }
+        coming
     }
 
     fn turn(&self) -> u64 {
@@ -245,8 +323,12 @@ impl View for Onlooker<'_> {
         self.0.candidates()
     }
 
-    fn overlaps(&self, names: &[crate::contract::BlockHash], overlaps: &mut [Overlap]) {
-        self.0.overlaps(names, overlaps);
+    fn held(&self, named: &Named) -> Vec<Overlap> {
+        self.0.held(named)
+    }
+
+    fn expected(&self, named: &Named) -> Vec<u32> {
+        self.0.expected(named)
     }
 
     fn turn(&self) -> u64 {

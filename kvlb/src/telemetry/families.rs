@@ -12,6 +12,9 @@ const DECISION_BUCKETS: [f64; 14] = [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2
 const FIRST_BYTE_BUCKETS: [f64; 14] =
     [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0];
 
+/// Seconds: one task's turn takes microseconds; what takes a millisecond is worth knowing.
+const LOOP_STALL_BUCKETS: [f64; 12] = [1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2, 1.0];
+
 macro_rules! families {
     ($( $(#[doc = $doc:literal])+ $field:ident: $kind:tt($name:literal $(, [$($label:literal),*])? $(, buckets $buckets:expr)?); )*) => {
         /// Every family that kvlb serves. The help text of each is its line here.
@@ -86,6 +89,17 @@ families! {
     /// Blocks of prompts that were named.
     prompt_blocks: counter("kvlb_prompt_blocks_total");
 
+    /// Requests sent after others under way that bring the same blocks, by endpoint; none of them is a hit.
+    expected_choices: counters("kvlb_expected_choices_total", ["ep_idx"]);
+    /// Cached prompt tokens that were predicted, of requests whose engine reports its own number.
+    predicted_tokens: counters("kvlb_predicted_cached_tokens_total", ["service", "ep_idx"]);
+    /// Cached prompt tokens as engines report them.
+    reported_tokens: counters("kvlb_reported_cached_tokens_total", ["service", "ep_idx"]);
+    /// Requests of rules that only observe, by what the KV tier would have chosen: the same endpoint, another, or none.
+    observed_choices: counters("kvlb_observed_choices_total", ["service", "result"]);
+    /// Prompt tokens that the KV tier's choices would have spared beyond the selector's, on rules that only observe.
+    observed_tokens: counters("kvlb_observed_spared_tokens_total", ["service"]);
+
     // The proxy.
     /// Client connections accepted.
     connections: counter("kvlb_client_connections_total");
@@ -121,6 +135,8 @@ families! {
     body_bytes_held: gauge("kvlb_body_bytes_held");
     /// Times a data thread was late for its own clock tick by more than 50 ms.
     stalls: counters("kvlb_data_thread_stalls_total", ["thread"]);
+    /// The longest time that one task held a data thread while all others waited, for each 50 ms in which it had work.
+    loop_stall_seconds: histograms("kvlb_loop_stall_seconds", ["thread"], buckets LOOP_STALL_BUCKETS);
     /// How late a data thread's last clock tick was.
     tick_lag_seconds: floats("kvlb_data_thread_tick_lag_seconds", ["thread"]);
 
@@ -135,6 +151,10 @@ families! {
     event_lag_seconds: floats("kvlb_event_lag_seconds", ["service", "ep_idx"]);
     /// Seconds since the last event batch of an endpoint was applied.
     event_age_seconds: floats("kvlb_event_age_seconds", ["service", "ep_idx"]);
+    /// How an endpoint's blocks are named: 1 for the way that holds now.
+    keying: gauges("kvlb_keying", ["service", "ep_idx", "keying"]);
+    /// Announced blocks that have no name of ours because their parent was never announced.
+    orphans: counters("kvlb_rehash_orphans_total", ["service", "ep_idx"]);
     /// What happened on an endpoint's event stream.
     event_stream: counters("kvlb_event_stream_total", ["service", "ep_idx", "what"]);
 

@@ -1,8 +1,10 @@
-//! Answers in the recorded shapes: same fields, same order, for both routes, streamed or not.
+//! Answers in the recorded shapes: same fields, same order, streamed or not. Those of completions and chats are here, the others in
+//! `dialect`.
 
 use serde_json::{Map, Value, json};
 
 use super::call::{Call, Kind};
+use super::dialect;
 use super::scheduler::{Finish, Output};
 
 /// One of the answers of a call, as far as it has come.
@@ -19,42 +21,46 @@ pub(super) struct Choice {
 /// What all answers to one call share.
 #[derive(Debug, Clone)]
 pub(super) struct Answer {
-    /// `cmpl-…` or `chatcmpl-…`.
-    id: String,
-    created: u64,
+    /// `cmpl-…`, `chatcmpl-…` or `resp_…`.
+    pub(super) id: String,
+    /// When it was begun, seconds since the Unix epoch.
+    pub(super) created: u64,
     fingerprint: String,
-    /// `--enable-prompt-tokens-details`.
-    details: bool,
+    /// What the engine says of its cache.
+    pub(super) reporting: Reporting,
     /// The answers, prompt by prompt.
     pub(super) choices: Vec<Choice>,
     /// Prompt tokens found in the cache, per choice.
     cached: Vec<usize>,
-    block_size: usize,
+}
+
+/// What an engine says about its cache in answers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reporting {
+    /// `--enable-prompt-tokens-details`.
+    pub(super) details: bool,
+    /// Tokens per block.
+    pub(super) block_size: usize,
+    /// The share of the truth that it admits, where it lies.
+    pub(super) share: Option<f64>,
 }
 
 impl Answer {
     /// An empty answer to `call`; `request_id` is the client's or a new one.
-    pub(super) fn new(
-        call: &Call,
-        request_id: &str,
-        created: u64,
-        version: &str,
-        details: bool,
-        block_size: usize,
-    ) -> Self {
+    pub(super) fn new(call: &Call, request_id: &str, created: u64, version: &str, reporting: Reporting) -> Self {
         let prefix = match call.kind {
-            Kind::Completion => "cmpl",
-            Kind::Chat => "chatcmpl",
+            Kind::Completion => "cmpl-",
+            Kind::Chat | Kind::Messages => "chatcmpl-",
+            Kind::Responses => "resp_",
         };
         let count = call.prompts.len() * call.n;
         Self {
-            id: format!("{prefix}-{request_id}"),
+            id: format!("{prefix}{request_id}"),
             created,
             fingerprint: format!("vllm-{version}-simulated"),
-            details,
+            reporting,
             choices: vec![Choice::default(); count],
             cached: vec![0; count],
-            block_size,
         }
     }
 
@@ -77,7 +83,32 @@ impl Answer {
         match call.kind {
             Kind::Completion => self.completion(call),
             Kind::Chat => self.chat(call),
+            Kind::Messages | Kind::Responses => dialect::body(self, call),
         }
+    }
+
+    /// The server-sent events before the first token.
+    pub(super) fn first_frames(&self, call: &Call) -> Vec<String> {
+        if call.kind.has_named_events() {
+            return dialect::opening(self, call);
+        }
+        self.opening(call).iter().map(data).collect()
+    }
+
+    /// The server-sent event of the token just taken in.
+    pub(super) fn frame_of(&self, call: &Call, output: Output, text: &str) -> String {
+        if call.kind.has_named_events() {
+            return dialect::token(self, call, text);
+        }
+        data(&self.event_of(call, output, text))
+    }
+
+    /// The server-sent events after the last token.
+    pub(super) fn last_frames(&self, call: &Call) -> Vec<String> {
+        if call.kind.has_named_events() {
+            return dialect::closing(self, call);
+        }
+        self.closing(call).iter().map(data).chain([data("[DONE]")]).collect()
     }
 
     fn completion(&self, call: &Call) -> Value {
@@ -105,7 +136,7 @@ impl Answer {
     fn usage(&self, call: &Call) -> Value {
         let mut usage = self.counts(call);
         let created = (call.kind == Kind::Chat).then(|| self.created_cache_tokens(call));
-        usage["prompt_tokens_details"] = if self.details {
+        usage["prompt_tokens_details"] = if self.reporting.details {
             json!({"cached_tokens": self.cached_tokens(call), "created_cache_tokens": created, "multimodal_tokens": null})
         } else {
             Value::Null
@@ -120,18 +151,21 @@ impl Answer {
         json!({"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output})
     }
 
-    /// The first choice of each prompt counts: the others find its blocks.
-    fn cached_tokens(&self, call: &Call) -> usize {
-        self.cached.iter().step_by(call.n).sum()
+    /// Prompt tokens found in the cache, as the engine says. The first choice of each prompt counts: the others find its blocks.
+    pub(super) fn cached_tokens(&self, call: &Call) -> usize {
+        let cached = self.cached.iter().step_by(call.n).sum();
+        self.reporting.share.map_or(cached, |share| share_of(cached, share))
     }
 
-    fn created_cache_tokens(&self, call: &Call) -> usize {
-        let full: usize = call.prompts.iter().map(|prompt| prompt.len() / self.block_size * self.block_size).sum();
+    /// Prompt tokens that are in the cache now and were not.
+    pub(super) fn created_cache_tokens(&self, call: &Call) -> usize {
+        let size = self.reporting.block_size;
+        let full: usize = call.prompts.iter().map(|prompt| prompt.len() / size * size).sum();
         full.saturating_sub(self.cached_tokens(call))
     }
 
     /// The events before the first token: a chat announces its speaker.
-    pub(super) fn opening(&self, call: &Call) -> Vec<Value> {
+    fn opening(&self, call: &Call) -> Vec<Value> {
         if call.kind == Kind::Completion {
             return Vec::new();
         }
@@ -148,7 +182,7 @@ impl Answer {
     }
 
     /// The event of one token.
-    pub(super) fn event_of(&self, call: &Call, output: Output, text: &str) -> Value {
+    fn event_of(&self, call: &Call, output: Output, text: &str) -> Value {
         let choice = &self.choices[output.choice];
         let ids = call.return_token_ids.then(|| vec![output.token]);
         let finish = output.finish.map(Finish::label);
@@ -159,11 +193,11 @@ impl Answer {
                 json!({"index": output.choice, "text": text, "logprobs": null, "finish_reason": finish, "stop_reason": null,
                        "prompt_token_ids": prompt_ids, "token_ids": ids})
             }
-            Kind::Chat if finish.is_some() => {
+            _ if finish.is_some() => {
                 json!({"index": output.choice, "delta": {"content": text}, "logprobs": null, "finish_reason": finish,
                        "stop_reason": null, "token_ids": ids})
             }
-            Kind::Chat => {
+            _ => {
                 json!({"index": output.choice, "delta": {"content": text}, "logprobs": null, "finish_reason": null,
                                  "token_ids": ids})
             }
@@ -176,13 +210,13 @@ impl Answer {
     }
 
     /// The last event, when the client asked for the usage.
-    pub(super) fn closing(&self, call: &Call) -> Option<Value> {
+    fn closing(&self, call: &Call) -> Option<Value> {
         call.include_usage.then(|| {
             let mut usage = self.counts(call);
-            if self.details {
+            if self.reporting.details {
                 usage["prompt_tokens_details"] = match call.kind {
                     Kind::Completion => json!({"cached_tokens": self.cached_tokens(call)}),
-                    Kind::Chat => json!({"cached_tokens": self.cached_tokens(call),
+                    _ => json!({"cached_tokens": self.cached_tokens(call),
                                          "created_cache_tokens": self.created_cache_tokens(call)}),
                 };
             }
@@ -196,7 +230,7 @@ impl Answer {
     fn event(&self, call: &Call, choices: Value) -> Map<String, Value> {
         let object = match call.kind {
             Kind::Completion => "text_completion",
-            Kind::Chat => "chat.completion.chunk",
+            _ => "chat.completion.chunk",
         };
         let mut event = Map::new();
         event.insert("id".into(), json!(self.id));
@@ -236,6 +270,22 @@ fn chat_choice(call: &Call, index: usize, choice: &Choice) -> Value {
     })
 }
 
+/// A server-sent event without a name.
+fn data(data: impl std::fmt::Display) -> String {
+    format!("data: {data}\n\n")
+}
+
+fn share_of(tokens: usize, share: f64) -> usize {
+    let admitted = f64::from(u32::try_from(tokens).unwrap_or(u32::MAX)) * share;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "`as` saturates, and a lie need not be exact"
+    )]
+    let admitted = admitted as usize;
+    admitted
+}
+
 /// `GET /v1/models`.
 pub(super) fn models(config: &super::config::EngineConfig, created: u64) -> Value {
     let permission = json!([{
@@ -243,11 +293,15 @@ pub(super) fn models(config: &super::config::EngineConfig, created: u64) -> Valu
         "allow_sampling": true, "allow_logprobs": true, "allow_search_indices": false, "allow_view": true,
         "allow_fine_tuning": false, "organization": "*", "group": null, "is_blocking": false,
     }]);
-    let model = |id: &str, root: &str, parent: Option<&str>, len: Option<usize>| {
+    let model = |id: &str, root: Option<&str>, parent: Option<&str>, len: Option<usize>| {
         json!({"id": id, "object": "model", "created": created, "owned_by": "vllm", "root": root, "parent": parent,
                "max_model_len": len, "permission": permission})
     };
-    let base = model(&config.model, &config.model_root, None, Some(config.max_model_len));
-    let adapters = config.adapters.iter().map(|adapter| model(&adapter.name, &adapter.path, Some(&config.model), None));
+    let base = model(&config.model, Some(&config.model_root), None, Some(config.max_model_len));
+    let place = |adapter: &super::config::Adapter| Some(adapter.path.clone()).filter(|path| !path.is_empty());
+    let adapters = config
+        .adapters
+        .iter()
+        .map(|adapter| model(&adapter.name, place(adapter).as_deref(), Some(&config.model), None));
     json!({"object": "list", "data": std::iter::once(base).chain(adapters).collect::<Vec<_>>()})
 }

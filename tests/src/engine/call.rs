@@ -13,17 +13,28 @@ const PROMPTS_MAX: usize = 1024;
 /// Choices per prompt.
 const N_MAX: u64 = 64;
 
-/// Which of the two generating routes.
+/// Which of the generating routes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// `/v1/completions`
     Completion,
     /// `/v1/chat/completions`
     Chat,
+    /// `/v1/messages`
+    Messages,
+    /// `/v1/responses`
+    Responses,
+}
+
+impl Kind {
+    /// Whether the events of its streams have names, and no `[DONE]` after them.
+    pub(super) fn has_named_events(self) -> bool {
+        matches!(self, Self::Messages | Self::Responses)
+    }
 }
 
 /// An adapter as a request uses it: number (from 1), name, path.
-pub(super) type Lora = (u64, String, String);
+pub(super) type Lora = (u32, String, String);
 
 /// What the engine is asked to run.
 #[derive(Debug, Clone)]
@@ -57,6 +68,10 @@ pub(super) struct Call {
     pub(super) report_hits: bool,
     /// `seed`; 0 without.
     pub(super) seed: u64,
+    /// `instructions` of `/v1/responses`, which its answer repeats.
+    pub(super) instructions: Option<String>,
+    /// The data-parallel rank that the client wants.
+    pub(super) rank: Option<usize>,
 }
 
 /// An error as vLLM's API server answers it.
@@ -154,12 +169,15 @@ impl Call {
         body: &Value,
     ) -> Result<Self, ApiError> {
         let (model, lora) = model(config, body)?;
-        check_rank(headers)?;
+        let rank = wanted_rank(config, headers)?;
         let prompts = match kind {
             Kind::Completion => completion_prompts(tokens, body)?,
             Kind::Chat => vec![chat_prompt(tokens, body)?],
+            Kind::Messages => vec![chat_prompt(tokens, &as_chat(&body["system"], &body["messages"]))?],
+            Kind::Responses => vec![chat_prompt(tokens, &as_chat(&body["instructions"], &body["input"]))?],
         };
-        let asked = number(body, "max_completion_tokens")?.or(number(body, "max_tokens")?);
+        let asked = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+        let asked = asked.iter().find_map(|key| number(body, key).transpose()).transpose()?;
         let max_tokens = asked.map(|asked| usize::try_from(asked).unwrap_or(usize::MAX));
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
@@ -180,8 +198,10 @@ impl Call {
             return_token_ids: body["return_token_ids"] == true,
             salt: text(&body["cache_salt"]),
             session: text(&body["session_id"]).or_else(|| header("x-session-id")),
-            report_hits: body["vllm_xargs"]["kv_cache_report_mode"] == "full",
+            report_hits: config.version.reports_hits() && body["vllm_xargs"]["kv_cache_report_mode"] == "full",
             seed: number(body, "seed")?.unwrap_or(0),
+            instructions: text(&body["instructions"]),
+            rank,
         };
         call.check_length(config.token_limit())?;
         Ok(call)
@@ -194,7 +214,7 @@ impl Call {
         let (wanted, finish) = match (self.max_tokens, self.kind) {
             (Some(max), _) => (max, Finish::Length),
             (None, Kind::Completion) => (16, Finish::Length),
-            (None, Kind::Chat) => (natural.max(1), Finish::Stop),
+            (None, _) => (natural.max(1), Finish::Stop),
         };
         if wanted > room { (room, Finish::Length) } else { (wanted, finish) }
     }
@@ -230,12 +250,14 @@ impl Call {
     }
 }
 
-/// There is one data-parallel rank, 0.
-fn check_rank(headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(rank) = headers.get("x-data-parallel-rank").and_then(|value| value.to_str().ok()) else { return Ok(()) };
-    match rank.parse::<i64>() {
-        Ok(0) | Err(_) => Ok(()),
-        Ok(rank) => Err(ApiError::bad(format!("data_parallel_rank {rank} is out of range [0, 1)."), None)),
+/// The rank that `X-data-parallel-rank` pins; what is no number is ignored, as vLLM does.
+fn wanted_rank(config: &EngineConfig, headers: &HeaderMap) -> Result<Option<usize>, ApiError> {
+    let rank = headers.get("x-data-parallel-rank").and_then(|value| value.to_str().ok());
+    let Some(rank) = rank.and_then(|rank| rank.trim().parse::<i64>().ok()) else { return Ok(None) };
+    let ranks = config.data_parallel_size;
+    match usize::try_from(rank) {
+        Ok(known) if known < usize::from(ranks) => Ok(Some(known)),
+        _ => Err(ApiError::bad(format!("data_parallel_rank {rank} is out of range [0, {ranks})."), None)),
     }
 }
 
@@ -292,6 +314,17 @@ fn chat_prompt(tokens: &Tokens, body: &Value) -> Result<Vec<u32>, ApiError> {
     let text = tokens.chat(body).map_err(|cause| ApiError::bad(format!("{cause:#}"), None))?;
     let prompt = encode(tokens, &text, body["add_special_tokens"] == true)?;
     if prompt.is_empty() { Err(ApiError::bad("The prompt is empty.", Some("messages"))) } else { Ok(prompt) }
+}
+
+/// The chat that another route's body means: what the system says first, then a text of the user's or a list of messages.
+fn as_chat(system: &Value, messages: &Value) -> Value {
+    let system = (!system.is_null()).then(|| json!({"role": "system", "content": system}));
+    let user = messages.is_string().then(|| json!({"role": "user", "content": messages}));
+    if !(messages.is_string() || messages.is_array()) {
+        return Value::Null;
+    }
+    let listed = messages.as_array().into_iter().flatten().cloned();
+    json!({"messages": system.into_iter().chain(user).chain(listed).collect::<Vec<_>>()})
 }
 
 fn encode(tokens: &Tokens, text: &str, add_special: bool) -> Result<Vec<u32>, ApiError> {

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::names::{Algorithm, Naming};
+use super::names::{Algorithm, KeyForm, Naming};
 
 /// A vLLM release, `0.MINOR.PATCH`; it fixes the wire form, the replay form, the form of extra keys and the meaning of an unset seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,9 +37,18 @@ impl Version {
         self.at_least(26, 0)
     }
 
-    /// Extra keys are hashed with their tag (0.31).
-    pub fn tags_extra_keys(self) -> bool {
-        self.at_least(31, 0)
+    /// How extra keys are hashed: an adapter by its number, by its name (0.11.1), or everything with its tag (0.31).
+    pub fn key_form(self) -> KeyForm {
+        match self {
+            _ if self.at_least(31, 0) => KeyForm::Tagged,
+            _ if self.at_least(11, 1) => KeyForm::Named,
+            _ => KeyForm::Numbered,
+        }
+    }
+
+    /// `vllm_xargs.kv_cache_report_mode: full` announces hits again (0.26).
+    pub fn reports_hits(self) -> bool {
+        self.at_least(26, 0)
     }
 
     /// An unset seed means the text `vllm-none-hash` for the SHA-256 variants (0.29); before, random bytes.
@@ -78,7 +87,7 @@ impl FromStr for Version {
 pub struct Adapter {
     /// The model name clients send.
     pub name: String,
-    /// Where the server has it: `root` in `/v1/models`, hashed since 0.31.
+    /// Where the server has it: `root` in `/v1/models`, hashed since 0.31. An empty one is listed as null, as no vLLM does.
     pub path: String,
 }
 
@@ -144,6 +153,9 @@ pub struct EngineConfig {
     /// The vLLM release to behave like.
     #[arg(long = "vllm-version", default_value = "0.32.0")]
     pub version: Version,
+    /// Data-parallel ranks, each with a cache and an event stream of its own on the next ports (`--data-parallel-size`).
+    #[arg(long, default_value_t = 1)]
+    pub data_parallel_size: u16,
     /// The model name served.
     #[arg(long, default_value = "tiny")]
     pub model: String,
@@ -165,6 +177,15 @@ pub struct EngineConfig {
     /// Blocks in the pool, one of them the null block that holds nothing.
     #[arg(long, default_value_t = 4096)]
     pub num_gpu_blocks: usize,
+    /// Blocks kept in host memory when they are computed, as vLLM's offloading connector does; 0 keeps none.
+    #[arg(long, default_value_t = 0)]
+    pub cpu_blocks: usize,
+    /// Events of host memory say tokens and parents too (`self_describing_kv_events`).
+    #[arg(long)]
+    pub self_describing_kv_events: bool,
+    /// Window of a second group of layers, in tokens: events and blocks of two groups, as of Gemma 3.
+    #[arg(long)]
+    pub sliding_window: Option<usize>,
     /// How blocks are named.
     #[arg(long = "hash-algo", value_enum, default_value = "sha256_cbor")]
     pub prefix_caching_hash_algo: Algorithm,
@@ -232,6 +253,7 @@ impl Default for EngineConfig {
             no_events: false,
             no_replay: false,
             version: Version::new(32, 0),
+            data_parallel_size: 1,
             model: "tiny".into(),
             model_root: "models/tiny".into(),
             adapters: Vec::new(),
@@ -239,6 +261,9 @@ impl Default for EngineConfig {
             max_model_len: 32_768,
             block_size: 16,
             num_gpu_blocks: 4096,
+            cpu_blocks: 0,
+            self_describing_kv_events: false,
+            sliding_window: None,
             prefix_caching_hash_algo: Algorithm::Sha256Cbor,
             python_hash_seed: None,
             byte_hashes: false,
@@ -274,6 +299,8 @@ impl EngineConfig {
     pub fn check(&self) -> anyhow::Result<()> {
         anyhow::ensure!(self.block_size > 0, "block_size must be at least 1");
         anyhow::ensure!(self.num_gpu_blocks > 1, "num_gpu_blocks must be at least 2: one is the null block");
+        anyhow::ensure!(self.data_parallel_size > 0, "data_parallel_size must be at least 1");
+        anyhow::ensure!(self.sliding_window != Some(0), "sliding_window must be at least 1");
         anyhow::ensure!(self.max_num_seqs > 0, "max_num_seqs must be at least 1");
         anyhow::ensure!(self.max_num_batched_tokens > 0, "max_num_batched_tokens must be at least 1");
         anyhow::ensure!(self.prefill_us_per_token >= 0.0, "prefill_us_per_token must not be negative");
@@ -281,11 +308,12 @@ impl EngineConfig {
         Ok(())
     }
 
-    /// The longest prompt plus output that both the model and the pool can hold, in tokens.
+    /// The longest prompt plus output that both the model and the pool can hold, in tokens. Two groups need two blocks for a block.
     ///
     /// The recorded engine accepts longer requests than its pool and then waits for ever; refusing them keeps tests honest.
     pub(super) fn token_limit(&self) -> usize {
-        self.max_model_len.min((self.num_gpu_blocks - 1) * self.block_size)
+        let groups = if self.sliding_window.is_some() { 2 } else { 1 };
+        self.max_model_len.min((self.num_gpu_blocks - 1) / groups * self.block_size)
     }
 
     /// How blocks are named in the `life`-th life of this engine; a random `NONE_HASH` differs between lives.
@@ -294,7 +322,7 @@ impl EngineConfig {
             self.prefix_caching_hash_algo,
             self.block_size,
             self.python_hash_seed.as_deref(),
-            self.tag_extra_keys.unwrap_or_else(|| self.version.tags_extra_keys()),
+            self.tag_extra_keys.map_or_else(|| self.version.key_form(), KeyForm::from),
             self.version.fixes_default_seed(),
             chance_seed,
         )
@@ -312,7 +340,7 @@ impl EngineConfig {
 mod tests {
     use clap::Parser;
 
-    use super::{Adapter, EngineConfig, Version};
+    use super::{Adapter, EngineConfig, KeyForm, Version};
 
     #[derive(Parser)]
     struct Flags {
@@ -333,7 +361,11 @@ mod tests {
         assert!(!of("0.23.0").sends_maps() && of("0.24.0").sends_maps());
         assert!(!of("0.25.9").replays_topic() && of("0.26").replays_topic());
         assert!(!of("0.28.0").fixes_default_seed() && of("0.29.0").fixes_default_seed());
-        assert!(!of("0.30.1").tags_extra_keys() && of("0.31.0").tags_extra_keys());
+        assert_eq!(
+            ["0.10.2", "0.11.1", "0.30.1", "0.31.0"].map(|version| of(version).key_form()),
+            [KeyForm::Numbered, KeyForm::Named, KeyForm::Named, KeyForm::Tagged]
+        );
+        assert!(!of("0.25.0").reports_hits() && of("0.26.0").reports_hits());
         assert_eq!(of("0.10.2").to_string(), "0.10.2");
         for wrong in ["", "1.0.0", "0.x.1", "0.1.2.3", "0.70000.0"] {
             assert!(wrong.parse::<Version>().is_err(), "{wrong}");

@@ -56,6 +56,8 @@ pub struct FaultPlan {
     pub keep_alive_ms: Option<u64>,
     /// The model computes nothing; requests wait.
     pub pause: bool,
+    /// The share of the tokens found in the cache that answers admit to, instead of all of them.
+    pub reported_cached_share: Option<f64>,
 }
 
 impl Default for FaultPlan {
@@ -81,6 +83,7 @@ impl Default for FaultPlan {
             health_delay_ms: None,
             keep_alive_ms: None,
             pause: false,
+            reported_cached_share: None,
         }
     }
 }

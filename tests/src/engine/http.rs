@@ -1,5 +1,6 @@
 //! The HTTP surface of the engine: routes, and how answers are sent, broken off or withheld.
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::pin::Pin;
@@ -15,11 +16,12 @@ use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
-use super::answers::{self, Answer};
+use super::answers::{self, Answer, Reporting};
 use super::call::{self, ApiError, Call, Kind};
 use super::journal::Tracked;
-use super::life::{Life, Running};
+use super::life::Life;
 use super::metrics;
+use super::rank::{Rank, Running};
 use super::server::Conn;
 
 /// Bodies are read up to this size; more than any prompt of a test.
@@ -107,6 +109,8 @@ impl Visit {
         match (self.method.as_str(), path) {
             ("POST", "/v1/completions") => self.generate(Kind::Completion, &body, tracked).await,
             ("POST", "/v1/chat/completions") => self.generate(Kind::Chat, &body, tracked).await,
+            ("POST", "/v1/messages") => self.generate(Kind::Messages, &body, tracked).await,
+            ("POST", "/v1/responses") => self.generate(Kind::Responses, &body, tracked).await,
             _ => {
                 let reply = self.plain(path, &body).await;
                 tracked.status(reply.status().as_u16());
@@ -121,7 +125,7 @@ impl Visit {
         match (self.method.as_str(), path) {
             ("GET", "/health" | "/ping") | ("POST", "/ping") => health(life).await,
             ("GET", "/version") => reply(200, &json!({"version": life.config.version.to_string()})),
-            ("GET", "/load") => reply(200, &json!({"server_load": life.scheduler().running()})),
+            ("GET", "/load") => reply(200, &json!({"server_load": life.running()})),
             ("GET", "/v1/models") => reply(200, &answers::models(&life.config, created())),
             ("GET", "/metrics") => life.metrics(),
             ("GET", "/kv_event_sources") if life.config.version.lists_event_sources() => {
@@ -131,7 +135,7 @@ impl Visit {
             ("POST", "/detokenize") => self.detokenize(body).unwrap_or_else(|error| error_reply(&error)),
             ("POST", "/reset_prefix_cache") => {
                 // 200 also when something runs and nothing is reset; the event leaves with the next step.
-                life.scheduler().reset_cache();
+                life.ranks().iter().for_each(|rank| _ = rank.scheduler().reset_cache());
                 empty(200)
             }
             (_, known) if ROUTES.contains(&known) => reply(405, &json!({"detail": "Method Not Allowed"})),
@@ -178,11 +182,14 @@ impl Visit {
             Ok(call) => call,
             Err(error) => return Ok(refuse(tracked, &error)),
         };
-        let running = self.life.submit(&call);
+        let running = self.life.submit(&call).ok_or(Cut)?;
+        let rank = running.rank.number;
+        tracked.rank(rank);
         let answer = self.answer(&call);
         let sender = Sender { life: self.life, conn: self.conn, call, answer, running, dies };
         tracked.status(200);
-        if sender.call.stream { Ok(sender.stream(tracked)) } else { sender.whole(tracked).await }
+        let reply = if sender.call.stream { sender.stream(tracked) } else { sender.whole(tracked).await? };
+        Ok(with_rank(reply, rank))
     }
 
     fn answer(&self, call: &Call) -> Answer {
@@ -197,16 +204,21 @@ impl Visit {
             &id,
             created(),
             &config.version.to_string(),
-            !config.no_prompt_tokens_details,
-            config.block_size,
+            Reporting {
+                details: !config.no_prompt_tokens_details,
+                block_size: config.block_size,
+                share: self.life.faults.plan().reported_cached_share,
+            },
         )
     }
 }
 
 /// Paths that exist, for the difference between 404 and 405.
-const ROUTES: [&str; 10] = [
+const ROUTES: [&str; 12] = [
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
     "/v1/models",
     "/health",
     "/version",
@@ -289,27 +301,27 @@ impl Sender {
         let mut opened = false;
         while !self.answer.complete() {
             let Some(output) = self.running.outputs.recv().await else { return false };
-            let mut due = if opened { Vec::new() } else { self.answer.opening(&self.call) };
+            let mut due = if opened { Vec::new() } else { self.answer.first_frames(&self.call) };
             opened = true;
             let text = self.life.tokens.text(output.token);
             self.answer.take(output, &text);
-            due.push(self.answer.event_of(&self.call, output, &text));
-            for event in due {
-                if !self.send_event(&mut events, &event.to_string()).await {
+            due.push(self.answer.frame_of(&self.call, output, &text));
+            for frame in due {
+                if !self.send_event(&mut events, frame).await {
                     return false;
                 }
             }
         }
-        if let Some(event) = self.answer.closing(&self.call)
-            && !self.send_event(&mut events, &event.to_string()).await
-        {
-            return false;
+        for frame in self.answer.last_frames(&self.call) {
+            if !self.send_event(&mut events, frame).await {
+                return false;
+            }
         }
-        self.send_event(&mut events, "[DONE]").await
+        true
     }
 
     /// Sends one event, unless the stream is to die or stall here.
-    async fn send_event(&self, events: &mut Events, text: &str) -> bool {
+    async fn send_event(&self, events: &mut Events, frame: String) -> bool {
         let sent = events.sent;
         self.life.faults.until(|plan| plan.stall_after_chunks.is_none_or(|limit| sent < limit)).await;
         if self.dies.is_some_and(|limit| sent >= limit) {
@@ -317,7 +329,7 @@ impl Sender {
             return false;
         }
         events.sent += 1;
-        events.sender.send(Ok(Bytes::from(format!("data: {text}\n\n")))).await.is_ok()
+        events.sender.send(Ok(Bytes::from(frame))).await.is_ok()
     }
 }
 
@@ -346,7 +358,7 @@ impl Life {
 
     fn metrics(&self) -> Reply {
         let http = self.answered.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let text = metrics::render(&self.config, &self.scheduler(), self.started, &http);
+        let text = metrics::render(&self.config, &self.ranks(), self.started, &http);
         let mut reply = Response::new(Answered::Whole(Full::from(text)));
         let kind = HeaderValue::from_static("text/plain; version=1.0.0; charset=utf-8");
         reply.headers_mut().insert(CONTENT_TYPE, kind);
@@ -357,11 +369,15 @@ impl Life {
         let endpoint = |port: Option<u16>| port.map(|port| format!("tcp://*:{port}"));
         let config = &self.config;
         let publisher = if config.no_events { "null" } else { "zmq" };
-        json!({"0": {
-            "enable_kv_cache_events": !config.no_events, "publisher": publisher, "endpoint": endpoint(self.event_ports.0),
-            "replay_endpoint": endpoint(self.event_ports.1), "buffer_steps": config.buffer_steps, "hwm": config.event_hwm,
-            "max_queue_size": 100_000, "topic": config.topic,
-        }})
+        let source = |rank: &Rank| {
+            json!({
+                "enable_kv_cache_events": !config.no_events, "publisher": publisher, "endpoint": endpoint(rank.ports.0),
+                "replay_endpoint": endpoint(rank.ports.1), "buffer_steps": config.buffer_steps, "hwm": config.event_hwm,
+                "max_queue_size": 100_000, "topic": config.topic,
+            })
+        };
+        let ranks = self.ranks();
+        Value::Object(ranks.iter().map(|rank| (rank.number.to_string(), source(rank))).collect())
     }
 
     fn count(&self, path: &str, method: &Method, status: StatusCode) {
@@ -376,26 +392,31 @@ impl Life {
 async fn debug(life: &Life, path: &str, method: &Method, body: Incoming) -> Reply {
     match (method.as_str(), path) {
         ("GET", "/debug/blocks") => {
-            let blocks = life.blocks();
-            let blocks: serde_json::Map<String, Value> =
-                blocks.into_iter().map(|(name, copies)| (name.to_string(), json!(copies))).collect();
-            let none_hash = format!("{:?}", life.none_hash);
+            let ranks: Vec<Value> = life.ranks().iter().map(|rank| held(rank)).collect();
+            let first = life.ranks().first().map(|rank| (rank.none_hash, rank.publisher.published()));
+            let (none_hash, published) = first.unzip();
             reply(
                 200,
                 &json!({
-                    "engine": life.config.name, "life": life.number, "block_size": life.config.block_size, "none_hash": none_hash,
-                    "published": life.publisher.published(), "blocks": blocks,
+                    "engine": life.config.name, "life": life.number, "block_size": life.config.block_size,
+                    "none_hash": none_hash.map(|none_hash| format!("{none_hash:?}")), "published": published,
+                    "blocks": by_name(life.blocks()), "ranks": ranks,
                 }),
             )
         }
         ("GET", "/debug/requests") => reply(200, &json!(life.journal.requests())),
         ("GET", "/debug/counters") => {
-            let scheduler = life.scheduler();
-            let (running, waiting) = (scheduler.running(), scheduler.waiting());
+            let (running, waiting) = (life.running(), life.waiting());
             let mut counters = json!(life.journal.counters());
             counters["scheduler_running"] = json!(running);
             counters["scheduler_waiting"] = json!(waiting);
             reply(200, &counters)
+        }
+        ("POST", "/debug/forget") => {
+            let Ok(body) = Limited::new(body, BODY_MAX).collect().await else { return empty(400) };
+            let asked: Value = serde_json::from_slice(&body.to_bytes()).unwrap_or_default();
+            let Some(share) = asked["share"].as_f64() else { return empty(400) };
+            reply(200, &json!({"forgotten": life.forget(share)}))
         }
         ("GET", "/debug/fault") => reply(200, &json!(life.faults.plan())),
         ("POST", "/debug/fault") => {
@@ -408,6 +429,23 @@ async fn debug(life: &Life, path: &str, method: &Method, body: Incoming) -> Repl
         }
         _ => reply(404, &json!({"detail": "Not Found"})),
     }
+}
+
+fn held(rank: &Rank) -> Value {
+    json!({
+        "none_hash": format!("{:?}", rank.none_hash), "published": rank.publisher.published(), "blocks": by_name(rank.blocks()),
+        "host_blocks": rank.host_blocks(),
+    })
+}
+
+fn by_name(blocks: BTreeMap<u64, usize>) -> Value {
+    Value::Object(blocks.into_iter().map(|(name, copies)| (name.to_string(), json!(copies))).collect())
+}
+
+/// The rank that computes; vLLM does not say it.
+fn with_rank(mut reply: Reply, rank: usize) -> Reply {
+    reply.headers_mut().insert(HeaderName::from_static("x-sim-rank"), HeaderValue::from(rank));
+    reply
 }
 
 fn with_headers(life: &Life, asked: &HeaderMap, mut reply: Reply) -> Reply {

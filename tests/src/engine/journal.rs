@@ -25,6 +25,8 @@ pub struct Seen {
     pub body_bytes: usize,
     /// SHA-256 of the body, in hex; empty until the body is complete.
     pub body_sha256: String,
+    /// The data-parallel rank that computes it; none for what is not computed.
+    pub rank: Option<usize>,
     /// Status answered; none while it has none.
     pub status: Option<u16>,
     /// The client went away before the end.
@@ -91,6 +93,7 @@ impl Journal {
             headers: headers.collect(),
             body_bytes: 0,
             body_sha256: String::new(),
+            rank: None,
             status: None,
             aborted: false,
             finished: false,
@@ -134,6 +137,10 @@ impl Tracked {
 
     pub(super) fn status(&self, status: u16) {
         self.journal.change(self.id, |seen| seen.status = Some(status));
+    }
+
+    pub(super) fn rank(&self, rank: usize) {
+        self.journal.change(self.id, |seen| seen.rank = Some(rank));
     }
 
     /// The whole answer was handed over.

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::sync::Arc;
 
 use super::config::EngineConfig;
+use super::rank::Rank;
 use super::scheduler::Scheduler;
 
 /// The recorded text without its values (see `tests/golden/vllm-0.32.0/metrics.txt.gz`). A value that stays is fixed; the series of
@@ -14,17 +16,15 @@ const TEMPLATE: &str = include_str!("metrics.template");
 pub(super) type HttpCounts = BTreeMap<(String, String, String), u64>;
 
 /// The whole text.
-pub(super) fn render(config: &EngineConfig, scheduler: &Scheduler, started: f64, http: &HttpCounts) -> String {
-    let values = Values { scheduler, started };
+pub(super) fn render(config: &EngineConfig, ranks: &[Arc<Rank>], started: f64, http: &HttpCounts) -> String {
     let template = fill(config);
     let mut out = String::with_capacity(template.len() * 2);
     for line in template.lines() {
-        out.push_str(line);
-        if !line.starts_with('#') && line.ends_with(|c: char| c == '}' || c.is_ascii_lowercase()) {
-            let (name, labels) = line.split_once('{').unwrap_or((line, ""));
-            let _infallible = write!(out, " {:?}", values.of(name, labels));
+        // Each rank has its own series, as a label says.
+        let of_ranks = if line.contains("engine=\"0\"") { ranks } else { &ranks[..ranks.len().min(1)] };
+        for rank in of_ranks {
+            series(&mut out, line, &Values { scheduler: &rank.scheduler(), started }, rank.number);
         }
-        out.push('\n');
         if line.starts_with("# TYPE http_requests_total ") {
             for ((handler, method, status), count) in http {
                 let _infallible = writeln!(
@@ -35,6 +35,15 @@ pub(super) fn render(config: &EngineConfig, scheduler: &Scheduler, started: f64,
         }
     }
     out
+}
+
+fn series(out: &mut String, line: &str, values: &Values<'_>, rank: usize) {
+    out.push_str(&line.replace("engine=\"0\"", &format!("engine=\"{rank}\"")));
+    if !line.starts_with('#') && line.ends_with(|c: char| c == '}' || c.is_ascii_lowercase()) {
+        let (name, labels) = line.split_once('{').unwrap_or((line, ""));
+        let _infallible = write!(out, " {:?}", values.of(name, labels));
+    }
+    out.push('\n');
 }
 
 fn fill(config: &EngineConfig) -> String {

@@ -3,8 +3,8 @@
 //! [`Engine::start`] runs one on the calling tokio runtime; the binary `sim-engine` runs one in a process of its own. It behaves like
 //! vLLM 0.32 unless told another version; `fidelity.rs` holds it against recordings of the real one.
 //!
-//! What it adds for tests: the header `x-sim-engine` in every answer, and `/debug/blocks`, `/debug/requests`, `/debug/counters`,
-//! `/debug/fault`.
+//! What it adds for tests: the headers `x-sim-engine` and `x-sim-rank` in answers, and `/debug/blocks`, `/debug/requests`,
+//! `/debug/counters`, `/debug/fault`, `/debug/forget`.
 
 mod answers;
 mod cache;
@@ -12,10 +12,12 @@ mod call;
 mod chance;
 mod clock;
 mod config;
+mod dialect;
 mod faults;
 #[cfg(test)]
 mod fidelity;
 mod gate;
+mod host;
 mod http;
 mod journal;
 mod life;
@@ -23,6 +25,7 @@ mod metrics;
 mod names;
 mod pool;
 mod publish;
+mod rank;
 mod scheduler;
 mod server;
 mod stats;
@@ -43,7 +46,7 @@ use tokio::time::timeout;
 pub use config::{Adapter, EngineConfig, OutputHook, Outputs, Version};
 pub use faults::{FaultPlan, Faults};
 pub use journal::{Counters, Seen};
-pub use names::{Algorithm, Digest, Extra, Naming};
+pub use names::{Algorithm, Digest, Extra, KeyForm, Naming};
 pub use publish::Published;
 pub use wire::{Encoder, Event, Stored};
 
@@ -52,6 +55,8 @@ pub(crate) use gate::reset_on_close;
 use gate::Gate;
 use journal::Journal;
 use life::{Inherited, Life};
+use publish::Publisher;
+use rank::Rank;
 use tokens::Tokens;
 
 /// How long [`Engine::stop`] waits for requests under way.
@@ -70,16 +75,17 @@ pub struct Engine {
     addresses: Addresses,
     running: Option<Tasks>,
     lives: u64,
+    rank_restarts: u64,
 }
 
-/// Where an engine listens.
+/// Where an engine listens. Data-parallel ranks have the same HTTP port; rank r has the next r-th ports for the other two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
     /// HTTP.
     pub http: SocketAddr,
-    /// Event publisher, unless switched off.
+    /// Event publisher of rank 0, unless switched off.
     pub events: Option<SocketAddr>,
-    /// Replay socket, unless switched off.
+    /// Replay socket of rank 0, unless switched off.
     pub replay: Option<SocketAddr>,
 }
 
@@ -90,11 +96,13 @@ struct Tasks {
     /// Set when the last connection is gone after `stopping`.
     ended: watch::Receiver<bool>,
     handles: Vec<JoinHandle<()>>,
+    /// Each rank's own tasks.
+    ranks: Vec<Vec<JoinHandle<()>>>,
 }
 
 impl Tasks {
     fn abort(&self) {
-        self.handles.iter().for_each(JoinHandle::abort);
+        self.handles.iter().chain(self.ranks.iter().flatten()).for_each(JoinHandle::abort);
     }
 }
 
@@ -116,7 +124,7 @@ impl Engine {
         };
         let gates = Gates::first(&inherited)?;
         let addresses = gates.addresses();
-        let mut engine = Self { inherited, addresses, running: None, lives: 0 };
+        let mut engine = Self { inherited, addresses, running: None, lives: 0, rank_restarts: 0 };
         engine.live(gates);
         Ok(engine)
     }
@@ -151,36 +159,68 @@ impl Engine {
         self.inherited.journal.counters()
     }
 
-    /// The names it holds and how many copies of each; empty while it is dead.
+    /// The names it holds and how many copies of each, over all its ranks; empty while it is dead.
     pub fn blocks(&self) -> BTreeMap<u64, usize> {
         self.running.as_ref().map(|tasks| tasks.life.blocks()).unwrap_or_default()
     }
 
-    /// What it published in this life.
+    /// The names that one rank holds; empty while it is dead.
+    pub fn blocks_of(&self, rank: usize) -> BTreeMap<u64, usize> {
+        self.rank(rank).map(|rank| rank.blocks()).unwrap_or_default()
+    }
+
+    /// The names in one rank's host memory, in no order.
+    pub fn host_blocks_of(&self, rank: usize) -> Vec<u64> {
+        self.rank(rank).map(|rank| rank.host_blocks()).unwrap_or_default()
+    }
+
+    /// What rank 0 published in this life.
     pub fn published(&self) -> Published {
-        self.running.as_ref().map(|tasks| tasks.life.publisher.published()).unwrap_or_default()
+        self.published_of(0)
+    }
+
+    /// What a rank published in this life.
+    pub fn published_of(&self, rank: usize) -> Published {
+        self.rank(rank).map(|rank| rank.publisher.published()).unwrap_or_default()
     }
 
     /// Requests the model works on.
     pub fn running(&self) -> usize {
-        self.running.as_ref().map_or(0, |tasks| tasks.life.scheduler().running())
+        self.running.as_ref().map_or(0, |tasks| tasks.life.running())
     }
 
     /// Requests that wait for the model.
     pub fn waiting(&self) -> usize {
-        self.running.as_ref().map_or(0, |tasks| tasks.life.scheduler().waiting())
+        self.running.as_ref().map_or(0, |tasks| tasks.life.waiting())
     }
 
-    /// `NONE_HASH` of this life, unless it is dead.
+    /// `NONE_HASH` of rank 0 in this life, unless it is dead.
     pub fn none_hash(&self) -> Option<Digest> {
-        self.running.as_ref().map(|tasks| tasks.life.none_hash)
+        self.rank(0).map(|rank| rank.none_hash)
     }
 
-    /// Publishes a batch that no step made, for events the model never makes by itself.
+    /// Publishes a batch of rank 0 that no step made, for events the model never makes by itself.
     pub fn publish(&self, events: &[Event]) {
-        if let Some(tasks) = &self.running {
-            tasks.life.publisher.publish(events);
+        if let Some(rank) = self.rank(0) {
+            rank.publisher.publish(events);
         }
+    }
+
+    /// Loses a share of the idle cached blocks without telling anybody; how many.
+    pub fn forget(&self, share: f64) -> usize {
+        self.running.as_ref().map_or(0, |tasks| tasks.life.forget(share))
+    }
+
+    /// Makes rank 0 hold these prompts' full blocks, told in batches of at most `per_batch` blocks, as if it had computed them. It takes
+    /// the calling thread for as long as the naming takes.
+    pub fn preload(&self, prompts: impl Iterator<Item = Vec<u32>>, per_batch: usize) {
+        if let Some(rank) = self.rank(0) {
+            rank.preload(prompts, per_batch);
+        }
+    }
+
+    fn rank(&self, number: usize) -> Option<Arc<Rank>> {
+        self.running.as_ref()?.life.ranks().get(number).map(Arc::clone)
     }
 
     /// Ends as on SIGTERM: no new connection, requests under way are answered.
@@ -212,24 +252,57 @@ impl Engine {
         Ok(())
     }
 
+    /// Starts a new life of one rank on the same ports: sequence 0, empty pool; its requests under way are cut off.
+    ///
+    /// # Errors
+    /// When a port cannot be taken again, or there is no such rank.
+    pub async fn restart_rank(&mut self, number: usize) -> anyhow::Result<()> {
+        let handles = self.running.as_mut().and_then(|tasks| tasks.ranks.get_mut(number)).map(std::mem::take);
+        for handle in handles.context("no such rank is running")? {
+            handle.abort();
+            // Aborted or ended: either way its sockets are gone.
+            drop(handle.await);
+        }
+        let gates = RankGates::again(&self.inherited, self.addresses, number)?;
+        let (rank, handles) = self.rank_tasks(number, gates);
+        if let Some(tasks) = &mut self.running {
+            tasks.life.replace(rank);
+            tasks.ranks[number] = handles;
+        }
+        Ok(())
+    }
+
     fn live(&mut self, gates: Gates) {
-        let ports =
-            (self.addresses.events.map(|address| address.port()), self.addresses.replay.map(|address| address.port()));
-        let life = Arc::new(Life::new(self.inherited.clone(), self.lives, ports));
+        let ranks: Vec<_> =
+            gates.ranks.into_iter().enumerate().map(|(number, gates)| self.rank_tasks(number, gates)).collect();
+        let (ranks, rank_handles): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+        let life = Arc::new(Life::new(self.inherited.clone(), self.lives, ranks));
         self.lives += 1;
         let (stopping, stop) = watch::channel(false);
         let faults = Arc::clone(&self.inherited.faults);
-        let mut handles = vec![tokio::spawn(Arc::clone(&life).run()), tokio::spawn(async move { faults.flap().await })];
-        let publisher = || Arc::clone(&life.publisher);
-        handles.extend(gates.events.map(|gate| tokio::spawn(publisher().serve_events(gate))));
-        handles.extend(gates.replay.map(|gate| tokio::spawn(publisher().serve_replay(gate))));
+        let mut handles = vec![tokio::spawn(async move { faults.flap().await })];
         let (serving_ended, ended) = watch::channel(false);
         let serving = server::serve(Arc::clone(&life), gates.http, stop);
         handles.push(tokio::spawn(async move {
             serving.await;
             serving_ended.send_replace(true);
         }));
-        self.running = Some(Tasks { life, stopping, ended, handles });
+        self.running = Some(Tasks { life, stopping, ended, handles, ranks: rank_handles });
+    }
+
+    fn rank_tasks(&mut self, number: usize, gates: RankGates) -> (Arc<Rank>, Vec<JoinHandle<()>>) {
+        let port = |gate: &Option<Gate>| gate.as_ref().map(|gate| gate.address().port());
+        let ports = (port(&gates.events), port(&gates.replay));
+        // A rank that restarts alone has had more lives than the engine.
+        let life = self.lives + (self.rank_restarts << 32);
+        if self.running.is_some() {
+            self.rank_restarts += 1;
+        }
+        let rank = Arc::new(Rank::new(&self.inherited, life, number, ports));
+        let mut handles = vec![tokio::spawn(Arc::clone(&rank).run())];
+        handles.extend(gates.events.map(|gate| tokio::spawn(Publisher::serve_events(Arc::clone(&rank), gate))));
+        handles.extend(gates.replay.map(|gate| tokio::spawn(Publisher::serve_replay(Arc::clone(&rank), gate))));
+        (rank, handles)
     }
 }
 
@@ -243,7 +316,7 @@ impl Drop for Engine {
 
 async fn end(tasks: Tasks) {
     tasks.abort();
-    for handle in tasks.handles {
+    for handle in tasks.handles.into_iter().chain(tasks.ranks.into_iter().flatten()) {
         // Aborted or ended: either way its sockets are gone.
         drop(handle.await);
     }
@@ -252,6 +325,11 @@ async fn end(tasks: Tasks) {
 /// The listening sockets of one life.
 struct Gates {
     http: Gate,
+    ranks: Vec<RankGates>,
+}
+
+/// Those of one rank.
+struct RankGates {
     events: Option<Gate>,
     replay: Option<Gate>,
 }
@@ -263,52 +341,85 @@ impl Gates {
         let http = Gate::bind(at(config.http_port), inherited.faults.http_gate())
             .with_context(|| format!("listen for HTTP on {}", at(config.http_port)))?;
         let tries = if config.events_port == 0 { PORT_TRIES } else { 1 };
-        let mut events = event_gates(inherited);
+        let mut ranks = RankGates::first(inherited);
         for _ in 1..tries {
-            if events.is_ok() {
+            if ranks.is_ok() {
                 break;
             }
-            events = event_gates(inherited);
+            ranks = RankGates::first(inherited);
         }
-        let (events, replay) = events?;
-        Ok(Self { http, events, replay })
+        Ok(Self { http, ranks: ranks? })
     }
 
     fn again(inherited: &Inherited, addresses: Addresses) -> anyhow::Result<Self> {
-        let faults = &inherited.faults;
-        let gate = |address, open| Gate::bind(address, open).with_context(|| format!("listen again on {address}"));
-        Ok(Self {
-            http: gate(addresses.http, faults.http_gate())?,
-            events: addresses.events.map(|address| gate(address, faults.events_gate())).transpose()?,
-            replay: addresses.replay.map(|address| gate(address, faults.replay_gate())).transpose()?,
-        })
+        let http = listen_again(addresses.http, inherited.faults.http_gate())?;
+        let ranks = 0..usize::from(inherited.config.data_parallel_size);
+        let ranks = ranks.map(|number| RankGates::again(inherited, addresses, number));
+        Ok(Self { http, ranks: ranks.collect::<anyhow::Result<_>>()? })
     }
 
     fn addresses(&self) -> Addresses {
+        let of_first = |gate: fn(&RankGates) -> Option<&Gate>| self.ranks.first().and_then(gate).map(Gate::address);
         Addresses {
             http: self.http.address(),
-            events: self.events.as_ref().map(Gate::address),
-            replay: self.replay.as_ref().map(Gate::address),
+            events: of_first(|gates| gates.events.as_ref()),
+            replay: of_first(|gates| gates.replay.as_ref()),
         }
     }
 }
 
-fn event_gates(inherited: &Inherited) -> anyhow::Result<(Option<Gate>, Option<Gate>)> {
-    let (config, faults) = (&inherited.config, &inherited.faults);
-    if config.no_events {
-        return Ok((None, None));
+impl RankGates {
+    /// Those of all ranks; where the first port is free to choose, the next ones must be free too.
+    fn first(inherited: &Inherited) -> anyhow::Result<Vec<Self>> {
+        let (config, faults) = (&inherited.config, &inherited.faults);
+        let ranks = config.data_parallel_size;
+        if config.no_events {
+            return Ok((0..ranks).map(|_| Self { events: None, replay: None }).collect());
+        }
+        let at = |port| SocketAddr::new(config.host, port);
+        let listen = |port, open, what: &str| {
+            Gate::bind(at(port), open).with_context(|| format!("listen for {what} on {}", at(port)))
+        };
+        let events = listen(config.events_port, faults.events_gate(), "subscribers")?;
+        let events_port = events.address().port();
+        let replay_port = match (config.no_replay, config.replay_port) {
+            (true, _) => None,
+            (false, Some(port)) => Some(port),
+            (false, None) => {
+                Some(events_port.checked_add(REPLAY_PORT_OFFSET).context("the event port + 1000 is no port")?)
+            }
+        };
+        let replay = |port| listen(port, faults.replay_gate(), "replay requests");
+        let replay_gate = replay_port.map(replay).transpose()?;
+        let replay_port = replay_gate.as_ref().map(|gate| gate.address().port());
+        let mut gates = vec![Self { events: Some(events), replay: replay_gate }];
+        for rank in 1..ranks {
+            let events = listen(nth_port(events_port, rank)?, faults.events_gate(), "subscribers")?;
+            let replay = replay_port.map(|port| nth_port(port, rank).and_then(replay)).transpose()?;
+            gates.push(Self { events: Some(events), replay });
+        }
+        Ok(gates)
     }
-    let at = |port| SocketAddr::new(config.host, port);
-    let events = Gate::bind(at(config.events_port), faults.events_gate())
-        .with_context(|| format!("listen for subscribers on {}", at(config.events_port)))?;
-    if config.no_replay {
-        return Ok((Some(events), None));
+
+    fn again(inherited: &Inherited, addresses: Addresses, rank: usize) -> anyhow::Result<Self> {
+        let faults = &inherited.faults;
+        let gate = |address: Option<SocketAddr>, open| {
+            let Some(first) = address else { return Ok(None) };
+            let port = nth_port(first.port(), u16::try_from(rank).context("the rank is no port offset")?)?;
+            listen_again(SocketAddr::new(first.ip(), port), open).map(Some)
+        };
+        Ok(Self {
+            events: gate(addresses.events, faults.events_gate())?,
+            replay: gate(addresses.replay, faults.replay_gate())?,
+        })
     }
-    let port = match config.replay_port {
-        Some(port) => port,
-        None => events.address().port().checked_add(REPLAY_PORT_OFFSET).context("the event port + 1000 is no port")?,
-    };
-    let replay = Gate::bind(at(port), faults.replay_gate())
-        .with_context(|| format!("listen for replay requests on {}", at(port)))?;
-    Ok((Some(events), Some(replay)))
+}
+
+/// The port of a rank whose first is `port`.
+fn nth_port(port: u16, rank: u16) -> anyhow::Result<u16> {
+    port.checked_add(rank).context("the ports of all ranks do not fit")
+}
+
+fn listen_again(address: SocketAddr, open: watch::Receiver<bool>) -> anyhow::Result<Gate> {
+    Gate::bind(address, open).with_context(|| format!("listen again on {address}"))
 }

@@ -91,8 +91,10 @@ impl fmt::Debug for Digest {
 /// One extra key of a block, in the order vLLM hashes them: adapter, then salt.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Extra {
-    /// A `LoRA` adapter; `path` is hashed since 0.31 only.
+    /// A `LoRA` adapter; which of these is hashed depends on the era, see [`KeyForm`].
     Lora {
+        /// Its number in the engine, from 1.
+        id: u32,
         /// The adapter's served name.
         name: String,
         /// Where the server has it; `root` in `/v1/models`.
@@ -102,23 +104,41 @@ pub enum Extra {
     Salt(String),
 }
 
+/// What an extra key looks like inside the hash.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyForm {
+    /// An adapter is its number; everything else bare (vLLM before 0.11.1).
+    Numbered,
+    /// An adapter is its name; everything bare (0.11.1 to 0.30).
+    Named,
+    /// `["lora", name, path]`, `["cache_salt", salt]` (since 0.31).
+    Tagged,
+}
+
+impl From<bool> for KeyForm {
+    /// Tagged or, of the older forms, the later one.
+    fn from(tagged: bool) -> Self {
+        if tagged { Self::Tagged } else { Self::Named }
+    }
+}
+
 /// One way of naming: what an engine's command line and environment fix for its life.
 #[derive(Debug, Clone)]
 pub struct Naming {
     algorithm: Algorithm,
     block_size: usize,
-    tagged: bool,
+    form: KeyForm,
     none_hash: Digest,
 }
 
 impl Naming {
     /// `seed` is the text of `PYTHONHASHSEED`; `fixed_default` says that an unset seed means the text `vllm-none-hash` for SHA-256
-    /// (vLLM ≥ 0.29); otherwise an unset seed means bytes from `chance`. `tagged` is the form of extra keys (vLLM ≥ 0.31).
+    /// (vLLM ≥ 0.29); otherwise an unset seed means bytes from `chance`. `form` is the form of extra keys; `true` is tagged (vLLM ≥ 0.31).
     pub fn new(
         algorithm: Algorithm,
         block_size: usize,
         seed: Option<&str>,
-        tagged: bool,
+        form: impl Into<KeyForm>,
         fixed_default: bool,
         chance_seed: u64,
     ) -> Self {
@@ -127,7 +147,7 @@ impl Naming {
             Some(text) => none_hash(algorithm, text),
             None => random_none_hash(algorithm, fixed_default, chance_seed),
         };
-        Self { algorithm, block_size, tagged, none_hash }
+        Self { algorithm, block_size, form: form.into(), none_hash }
     }
 
     /// Tokens per block.
@@ -149,9 +169,9 @@ impl Naming {
     /// The bytes that are hashed for one block.
     fn input(&self, parent: &Digest, tokens: &[u32], extras: &[Extra]) -> Vec<u8> {
         if self.algorithm.is_cbor() {
-            cbor_input(parent, tokens, extras, self.tagged)
+            cbor_input(parent, tokens, extras, self.form)
         } else {
-            pickle_input(parent, tokens, extras, self.tagged)
+            pickle_input(parent, tokens, extras, self.form)
         }
     }
 }
@@ -202,7 +222,7 @@ fn cbor_text(out: &mut Vec<u8>, text: &str) {
     out.extend_from_slice(text.as_bytes());
 }
 
-fn cbor_input(parent: &Digest, tokens: &[u32], extras: &[Extra], tagged: bool) -> Vec<u8> {
+fn cbor_input(parent: &Digest, tokens: &[u32], extras: &[Extra], form: KeyForm) -> Vec<u8> {
     let mut out = Vec::with_capacity(48 + tokens.len() * 5);
     cbor_len(&mut out, 4, 3);
     cbor_len(&mut out, 2, parent.as_slice().len());
@@ -217,24 +237,35 @@ fn cbor_input(parent: &Digest, tokens: &[u32], extras: &[Extra], tagged: bool) -
     }
     cbor_len(&mut out, 4, extras.len());
     for extra in extras {
-        let words = extra_words(extra, tagged);
-        if tagged {
+        let words = extra_words(extra, form);
+        if form == KeyForm::Tagged {
             cbor_len(&mut out, 4, words.len());
         }
         for word in words {
-            cbor_text(&mut out, word);
+            match word {
+                Word::Number(number) => cbor_head(&mut out, 0, number),
+                Word::Text(text) => cbor_text(&mut out, text),
+            }
         }
     }
     out
 }
 
-/// Tagged: `["lora", name, path]`, `["cache_salt", salt]`. Untagged: the bare name or salt.
-fn extra_words(extra: &Extra, tagged: bool) -> Vec<&str> {
-    match (extra, tagged) {
-        (Extra::Lora { name, path }, true) => vec!["lora", name, path],
-        (Extra::Salt(salt), true) => vec!["cache_salt", salt],
-        (Extra::Lora { name, .. }, false) => vec![name],
-        (Extra::Salt(salt), false) => vec![salt],
+/// A part of an extra key.
+enum Word<'e> {
+    Number(u32),
+    Text(&'e str),
+}
+
+fn extra_words(extra: &Extra, form: KeyForm) -> Vec<Word<'_>> {
+    match (extra, form) {
+        (Extra::Lora { name, path, .. }, KeyForm::Tagged) => {
+            vec![Word::Text("lora"), Word::Text(name), Word::Text(path)]
+        }
+        (Extra::Lora { name, .. }, KeyForm::Named) => vec![Word::Text(name)],
+        (Extra::Lora { id, .. }, KeyForm::Numbered) => vec![Word::Number(*id)],
+        (Extra::Salt(salt), KeyForm::Tagged) => vec![Word::Text("cache_salt"), Word::Text(salt)],
+        (Extra::Salt(salt), _) => vec![Word::Text(salt)],
     }
 }
 
@@ -289,7 +320,7 @@ fn pickle_tuple(out: &mut Vec<u8>, len: usize, items: impl FnOnce(&mut Vec<u8>))
     out.push(MEMOIZE);
 }
 
-fn pickle_input(parent: &Digest, tokens: &[u32], extras: &[Extra], tagged: bool) -> Vec<u8> {
+fn pickle_input(parent: &Digest, tokens: &[u32], extras: &[Extra], form: KeyForm) -> Vec<u8> {
     let mut body = Vec::with_capacity(64 + tokens.len() * 5);
     pickle_tuple(&mut body, 3, |out| {
         out.extend([b'C', parent.len]);
@@ -299,7 +330,7 @@ fn pickle_input(parent: &Digest, tokens: &[u32], extras: &[Extra], tagged: bool)
         if extras.is_empty() {
             out.push(b'N');
         } else {
-            pickle_tuple(out, extras.len(), |out| extras.iter().for_each(|extra| pickle_extra(out, extra, tagged)));
+            pickle_tuple(out, extras.len(), |out| extras.iter().for_each(|extra| pickle_extra(out, extra, form)));
         }
     });
     let mut out = Vec::with_capacity(body.len() + 16);
@@ -307,13 +338,20 @@ fn pickle_input(parent: &Digest, tokens: &[u32], extras: &[Extra], tagged: bool)
     out
 }
 
-fn pickle_extra(out: &mut Vec<u8>, extra: &Extra, tagged: bool) {
-    let words = extra_words(extra, tagged);
-    if tagged {
-        pickle_tuple(out, words.len(), |out| words.iter().for_each(|word| pickle_text(out, word)));
+fn pickle_extra(out: &mut Vec<u8>, extra: &Extra, form: KeyForm) {
+    let words = extra_words(extra, form);
+    if form == KeyForm::Tagged {
+        pickle_tuple(out, words.len(), |out| words.iter().for_each(|word| pickle_word(out, word)));
     } else {
-        for word in words {
-            pickle_text(out, word);
+        for word in &words {
+            pickle_word(out, word);
         }
+    }
+}
+
+fn pickle_word(out: &mut Vec<u8>, word: &Word<'_>) {
+    match word {
+        Word::Number(number) => pickle_int(out, *number),
+        Word::Text(text) => pickle_text(out, text),
     }
 }

@@ -14,11 +14,20 @@ use super::names::Digest;
 /// Number of a physical block.
 pub(super) type BlockId = usize;
 
+/// What a physical block caches: a block of a prompt, for one group of layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    /// The block's digest.
+    pub(super) digest: Digest,
+    /// The group; 0 in a model with one.
+    pub(super) group: u8,
+}
+
 /// What happened to cached blocks; the scheduler adds what only it knows and makes events of it.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Change {
     /// The cached content of a block went, because the block was taken for something else.
-    Removed(Digest),
+    Removed(Key),
     /// Everything cached went.
     Cleared,
 }
@@ -26,7 +35,7 @@ pub(super) enum Change {
 #[derive(Debug, Clone, Default)]
 struct Block {
     users: usize,
-    cached: Option<Digest>,
+    cached: Option<Key>,
 }
 
 /// All blocks of one engine.
@@ -34,8 +43,8 @@ struct Block {
 pub(super) struct Pool {
     blocks: Vec<Block>,
     free: FreeQueue,
-    /// Holders of a digest, oldest first; the first one serves hits.
-    holders: HashMap<Digest, Vec<BlockId>>,
+    /// Holders of a key, oldest first; the first one serves hits.
+    holders: HashMap<Key, Vec<BlockId>>,
 }
 
 impl Pool {
@@ -60,14 +69,30 @@ impl Pool {
         count(total - self.free.len) / count(total)
     }
 
-    /// Cached names and how many copies of each, in no order.
-    pub(super) fn cached(&self) -> impl Iterator<Item = (&Digest, usize)> {
-        self.holders.iter().map(|(digest, blocks)| (digest, blocks.len()))
+    /// What is cached and how many copies of each, in no order.
+    pub(super) fn cached(&self) -> impl Iterator<Item = (&Key, usize)> {
+        self.holders.iter().map(|(key, blocks)| (key, blocks.len()))
     }
 
-    /// The blocks that hold the longest cached leading run of `digests`.
-    pub(super) fn hits<'d>(&self, digests: impl Iterator<Item = &'d Digest>) -> Vec<BlockId> {
-        digests.map_while(|digest| self.holders.get(digest).and_then(|blocks| blocks.first().copied())).collect()
+    /// The block that holds `digest` for `group`.
+    pub(super) fn holder(&self, digest: &Digest, group: u8) -> Option<BlockId> {
+        self.holders.get(&Key { digest: *digest, group }).and_then(|blocks| blocks.first().copied())
+    }
+
+    /// The blocks that hold the longest cached leading run of `digests` for `group`.
+    pub(super) fn hits<'d>(&self, digests: impl Iterator<Item = &'d Digest>, group: u8) -> Vec<BlockId> {
+        digests.map_while(|digest| self.holder(digest, group)).collect()
+    }
+
+    /// Loses what idle blocks cache where `chosen` says so, without a word; how many lost it.
+    pub(super) fn forget(&mut self, mut chosen: impl FnMut() -> bool) -> usize {
+        let mut untold = Vec::new();
+        for block in 1..self.blocks.len() {
+            if self.blocks[block].users == 0 && self.blocks[block].cached.is_some() && chosen() {
+                self.evict(block, &mut untold);
+            }
+        }
+        untold.len()
     }
 
     /// How many of `blocks` are free now and would leave the free queue when used.
@@ -113,11 +138,12 @@ impl Pool {
         }
     }
 
-    /// From now on `block` holds `digest`, also when another block does.
-    pub(super) fn cache(&mut self, block: BlockId, digest: Digest) {
+    /// From now on `block` holds `digest` for `group`, also when another block does.
+    pub(super) fn cache(&mut self, block: BlockId, digest: Digest, group: u8) {
         debug_assert!(self.blocks[block].cached.is_none(), "a block is cached twice");
-        self.blocks[block].cached = Some(digest);
-        self.holders.entry(digest).or_default().push(block);
+        let key = Key { digest, group };
+        self.blocks[block].cached = Some(key);
+        self.holders.entry(key).or_default().push(block);
     }
 
     /// Forgets everything cached; refused while any block is in use, as in vLLM.
@@ -132,14 +158,14 @@ impl Pool {
     }
 
     fn evict(&mut self, block: BlockId, changes: &mut Vec<Change>) {
-        let Some(digest) = self.blocks[block].cached.take() else { return };
-        if let Some(holders) = self.holders.get_mut(&digest) {
+        let Some(key) = self.blocks[block].cached.take() else { return };
+        if let Some(holders) = self.holders.get_mut(&key) {
             holders.retain(|holder| *holder != block);
             if holders.is_empty() {
-                self.holders.remove(&digest);
+                self.holders.remove(&key);
             }
         }
-        changes.push(Change::Removed(digest));
+        changes.push(Change::Removed(key));
     }
 }
 
@@ -202,10 +228,14 @@ impl FreeQueue {
 
 #[cfg(test)]
 mod tests {
-    use super::{Change, Digest, Pool};
+    use super::{Change, Digest, Key, Pool};
 
     fn digest(n: u8) -> Digest {
         Digest::from_slice(&[n; 32])
+    }
+
+    fn removed(n: u8) -> Change {
+        Change::Removed(Key { digest: digest(n), group: 0 })
     }
 
     /// Takes, caches and releases one block per digest, as a prompt does.
@@ -213,7 +243,7 @@ mod tests {
         let mut changes = Vec::new();
         let blocks = pool.take(digests.len(), &mut changes).unwrap();
         for (block, n) in blocks.iter().zip(digests) {
-            pool.cache(*block, digest(*n));
+            pool.cache(*block, digest(*n), 0);
         }
         pool.release(blocks.into_iter().rev());
         changes
@@ -224,9 +254,9 @@ mod tests {
         let mut pool = Pool::new(5);
         assert_eq!(prompt(&mut pool, &[1, 2]), []);
         assert_eq!(prompt(&mut pool, &[3, 4]), []);
-        assert_eq!(prompt(&mut pool, &[5, 6]), [Change::Removed(digest(2)), Change::Removed(digest(1))]);
-        assert_eq!(pool.hits([digest(3), digest(4), digest(9)].iter()).len(), 2);
-        assert!(pool.hits([digest(1)].iter()).is_empty());
+        assert_eq!(prompt(&mut pool, &[5, 6]), [removed(2), removed(1)]);
+        assert_eq!(pool.hits([digest(3), digest(4), digest(9)].iter(), 0).len(), 2);
+        assert!(pool.hits([digest(1)].iter(), 0).is_empty());
     }
 
     #[test]
@@ -235,14 +265,14 @@ mod tests {
         prompt(&mut pool, &[1]);
         prompt(&mut pool, &[1]);
         assert_eq!(pool.cached().map(|(_, copies)| copies).collect::<Vec<_>>(), [2]);
-        let hit = pool.hits([digest(1)].iter());
+        let hit = pool.hits([digest(1)].iter(), 0);
         assert_eq!(pool.idle(&hit), 1);
         pool.touch(&hit);
         assert_eq!(pool.free_blocks(), 2);
         let mut changes = Vec::new();
         assert!(pool.take(3, &mut changes).is_none());
         assert_eq!(pool.take(2, &mut changes).map(|blocks| blocks.len()), Some(2));
-        assert_eq!(changes, [Change::Removed(digest(1))]);
+        assert_eq!(changes, [removed(1)]);
         assert_eq!(pool.cached().map(|(_, copies)| copies).collect::<Vec<_>>(), [1]);
     }
 
@@ -255,6 +285,31 @@ mod tests {
         pool.release(partial.into_iter());
         assert_eq!(pool.take(1, &mut changes).unwrap().len(), 1);
         assert_eq!(changes, []);
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_told_and_blocks_in_use_keep_theirs() {
+        let mut pool = Pool::new(5);
+        prompt(&mut pool, &[1, 2]);
+        pool.touch(&pool.hits([digest(1)].iter(), 0));
+        assert_eq!(pool.forget(|| true), 1);
+        assert_eq!(pool.cached().map(|(key, _)| key.digest).collect::<Vec<_>>(), [digest(1)]);
+        assert_eq!(pool.free_blocks(), 3);
+        assert_eq!(prompt(&mut pool, &[3, 4, 5]), []);
+    }
+
+    #[test]
+    fn a_digest_is_held_for_each_group_by_itself() {
+        let mut pool = Pool::new(4);
+        let mut changes = Vec::new();
+        let blocks = pool.take(2, &mut changes).unwrap();
+        pool.cache(blocks[0], digest(1), 0);
+        pool.cache(blocks[1], digest(1), 1);
+        assert_eq!(pool.hits([digest(1)].iter(), 1), [blocks[1]]);
+        pool.release(blocks.into_iter());
+        pool.take(2, &mut changes).unwrap();
+        assert_eq!(changes, [removed(1)]);
+        assert!(pool.holder(&digest(1), 0).is_none() && pool.holder(&digest(1), 1).is_some());
     }
 
     #[test]

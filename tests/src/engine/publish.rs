@@ -18,6 +18,7 @@ use super::clock;
 use super::config::EngineConfig;
 use super::faults::Faults;
 use super::gate::Gate;
+use super::rank::Rank;
 use super::wire::{Encoder, Event};
 use super::zmtp::{self, Incoming};
 
@@ -30,6 +31,8 @@ pub(super) struct Publisher {
     topic: Vec<u8>,
     encoder: Encoder,
     replays_topic: bool,
+    /// The data-parallel rank that publishes; the third element of every batch.
+    rank: u64,
     buffer_steps: usize,
     hwm: usize,
     faults: Arc<Faults>,
@@ -70,11 +73,12 @@ pub struct Published {
 }
 
 impl Publisher {
-    pub(super) fn new(config: &EngineConfig, faults: Arc<Faults>) -> Self {
+    pub(super) fn new(config: &EngineConfig, faults: Arc<Faults>, rank: usize) -> Self {
         Self {
             topic: config.topic.clone().into_bytes(),
             encoder: Encoder::new(config.version, !config.byte_hashes),
             replays_topic: config.version.replays_topic(),
+            rank: u64::try_from(rank).unwrap_or(u64::MAX),
             buffer_steps: config.buffer_steps,
             hwm: config.event_hwm.max(1),
             faults,
@@ -84,7 +88,7 @@ impl Publisher {
 
     /// Publishes one batch.
     pub(super) fn publish(&self, events: &[Event]) {
-        let payload = Bytes::from(self.encoder.batch(clock::unix_seconds(), events, Some(0)));
+        let payload = Bytes::from(self.encoder.batch(clock::unix_seconds(), events, Some(self.rank)));
         let lost = self.faults.loses_batch();
         let mut state = self.state();
         let sequence = state.next_sequence;
@@ -114,26 +118,26 @@ impl Publisher {
     }
 
     /// Serves subscribers for ever; they go when this is dropped.
-    pub(super) async fn serve_events(self: Arc<Self>, mut gate: Gate) {
-        let mut connections = JoinSet::new();
-        loop {
-            let stream = gate.accept().await;
-            while connections.try_join_next().is_some() {}
-            connections.spawn(Arc::clone(&self).until_cut(stream, Socket::Events));
-        }
+    pub(super) async fn serve_events(rank: Arc<Rank>, gate: Gate) {
+        Self::serve(rank, gate, Socket::Events).await;
     }
 
     /// Serves replay requests for ever; their connections go when this is dropped.
-    pub(super) async fn serve_replay(self: Arc<Self>, mut gate: Gate) {
+    pub(super) async fn serve_replay(rank: Arc<Rank>, gate: Gate) {
+        Self::serve(rank, gate, Socket::Replay).await;
+    }
+
+    async fn serve(rank: Arc<Rank>, mut gate: Gate, socket: Socket) {
         let mut connections = JoinSet::new();
         loop {
             let stream = gate.accept().await;
             while connections.try_join_next().is_some() {}
-            connections.spawn(Arc::clone(&self).until_cut(stream, Socket::Replay));
+            let rank = Arc::clone(&rank);
+            connections.spawn(async move { rank.publisher.until_cut(stream, socket).await });
         }
     }
 
-    async fn until_cut(self: Arc<Self>, stream: TcpStream, socket: Socket) {
+    async fn until_cut(&self, stream: TcpStream, socket: Socket) {
         let mut cuts = self.faults.cuts();
         let serving = async {
             match socket {

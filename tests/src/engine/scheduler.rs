@@ -9,9 +9,9 @@ use std::collections::VecDeque;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::cache::{Cache, Sequence};
+use super::cache::{Cache, Hits, Sequence, Shape};
 use super::call::Lora;
-use super::names::Naming;
+use super::names::{Digest, Naming};
 use super::pool::Pool;
 use super::stats::Stats;
 use super::wire::Event;
@@ -109,8 +109,8 @@ pub(super) struct Limits {
     pub(super) max_num_seqs: usize,
     /// Tokens per step.
     pub(super) max_num_batched_tokens: usize,
-    /// Whether blocks are cached between requests.
-    pub(super) caching: bool,
+    /// What is cached, and where.
+    pub(super) shape: Shape,
 }
 
 /// All requests of one engine and its pool.
@@ -134,7 +134,7 @@ impl Scheduler {
     /// An idle engine with `blocks` blocks, the null block included.
     pub(super) fn new(naming: Naming, blocks: usize, limits: Limits) -> Self {
         Self {
-            cache: Cache::new(naming, blocks, limits.caching),
+            cache: Cache::new(naming, blocks, limits.shape),
             limits,
             inbox: VecDeque::new(),
             waiting: VecDeque::new(),
@@ -149,6 +149,33 @@ impl Scheduler {
     /// The blocks and what they hold.
     pub(super) fn pool(&self) -> &Pool {
         self.cache.pool()
+    }
+
+    /// What host memory holds.
+    pub(super) fn host(&self) -> impl Iterator<Item = &Digest> {
+        self.cache.host()
+    }
+
+    /// Loses idle blocks without telling; how many.
+    pub(super) fn forget(&mut self, chosen: impl FnMut() -> bool) -> usize {
+        self.cache.forget(chosen)
+    }
+
+    /// Caches a prompt that nobody asked for; the events of it, each of at most `per_event` blocks.
+    pub(super) fn preload(&mut self, prompt: Vec<u32>, per_event: usize, now: Instant) -> Vec<Event> {
+        let request = Request {
+            prompt,
+            outputs: Vec::new(),
+            finish: Finish::Length,
+            lora: None,
+            salt: None,
+            session: None,
+            report_hits: false,
+            choice: 0,
+            n: 1,
+            sink: mpsc::unbounded_channel().0,
+        };
+        self.cache.preload(Sequence::new(0, request, now), per_event)
     }
 
     /// Requests being computed, those just aborted not counted.
@@ -220,7 +247,7 @@ impl Scheduler {
         while index < self.running.len() && *budget > 0 {
             let tokens = (self.running[index].tokens.len() - self.running[index].computed).min(*budget);
             let allocated = loop {
-                if self.cache.allocate(&mut self.running[index], tokens, &[]) {
+                if self.cache.allocate(&mut self.running[index], tokens, &Hits::default()) {
                     break true;
                 }
                 preempted = true;
@@ -243,7 +270,7 @@ impl Scheduler {
         while *budget > 0 && self.running.len() < self.limits.max_num_seqs {
             let Some(mut seq) = self.waiting.pop_front() else { break };
             let hits = self.cache.hits(&seq);
-            let hit_tokens = hits.len() * self.cache.block_size();
+            let hit_tokens = hits.blocks() * self.cache.block_size();
             let tokens = (seq.tokens.len() - hit_tokens).min(*budget);
             seq.computed = hit_tokens;
             if !self.cache.allocate(&mut seq, tokens, &hits) {
@@ -362,14 +389,21 @@ mod tests {
     use tokio::sync::mpsc::{self, UnboundedReceiver};
     use tokio::time::Instant;
 
-    use super::{Event, Finish, Limits, Output, Request, Scheduler, SeqId};
+    use super::{Event, Finish, Limits, Output, Request, Scheduler, SeqId, Shape};
     use crate::engine::{Algorithm, Naming};
 
     const BLOCK_SIZE: usize = 4;
 
+    /// Copies by name and group; host memory has no group.
+    type Mirror = BTreeMap<(u64, Option<u64>), i64>;
+
     fn engine(blocks: usize, max_num_seqs: usize, caching: bool) -> Scheduler {
+        shaped(blocks, max_num_seqs, Shape { disabled: !caching, ..Shape::default() })
+    }
+
+    fn shaped(blocks: usize, max_num_seqs: usize, shape: Shape) -> Scheduler {
         let naming = Naming::new(Algorithm::XxhashCbor, BLOCK_SIZE, Some("0"), true, true, 1);
-        Scheduler::new(naming, blocks, Limits { max_num_seqs, max_num_batched_tokens: 16, caching })
+        Scheduler::new(naming, blocks, Limits { max_num_seqs, max_num_batched_tokens: 16, shape })
     }
 
     fn submit(scheduler: &mut Scheduler, prompt: Vec<u32>, outputs: Vec<u32>) -> (SeqId, UnboundedReceiver<Output>) {
@@ -390,20 +424,20 @@ mod tests {
     }
 
     /// One step; what it tells is added to `mirror`, its tokens are sent.
-    fn step(scheduler: &mut Scheduler, mirror: &mut BTreeMap<u64, i64>) -> usize {
+    fn step(scheduler: &mut Scheduler, mirror: &mut Mirror) -> usize {
         let step = scheduler.schedule(Instant::now());
         let outcome = scheduler.complete(&step, Instant::now());
         for event in outcome.events {
-            let (hashes, copies) = match event {
-                Event::Stored(stored) => (stored.hashes, 1),
-                Event::Removed { hashes, .. } => (hashes, -1),
+            let (hashes, group, copies) = match event {
+                Event::Stored(stored) => (stored.hashes, stored.group_idx.filter(|_| stored.medium == "GPU"), 1),
+                Event::Removed { hashes, group_idx, .. } => (hashes, group_idx, -1),
                 Event::Cleared => {
                     mirror.clear();
                     continue;
                 }
             };
             for hash in hashes {
-                *mirror.entry(hash.name()).or_default() += copies;
+                *mirror.entry((hash.name(), group)).or_default() += copies;
             }
         }
         for (sink, output) in outcome.outputs {
@@ -478,9 +512,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_told_is_what_is_held_every_token_comes_and_every_block_returns(acts in prop::collection::vec(act(), 1..60)) {
-            // 12 usable blocks: the longest request (41 tokens) fits, two of them preempt each other.
-            let mut scheduler = engine(13, 3, true);
+        fn what_is_told_is_what_is_held_every_token_comes_and_every_block_returns(
+            acts in prop::collection::vec(act(), 1..60),
+            window in prop::option::of(1..12_usize),
+            host_blocks in 0..9_usize,
+        ) {
+            // 12 usable blocks: the longest request (41 tokens) fits, two of them preempt each other. A second group needs as many.
+            let usable = if window.is_some() { 24 } else { 12 };
+            let mut scheduler = shaped(usable + 1, 3, Shape { window, host_blocks, ..Shape::default() });
             let mut mirror = BTreeMap::new();
             let mut asked = Vec::new();
             let mut aborted = Vec::new();
@@ -517,10 +556,13 @@ mod tests {
             step(&mut scheduler, &mut mirror);
             prop_assert!(mirror.values().all(|copies| *copies >= 0));
             mirror.retain(|_, copies| *copies > 0);
-            let held: BTreeMap<u64, i64> =
-                scheduler.pool().cached().map(|(digest, copies)| (digest.name(), i64::try_from(copies).unwrap())).collect();
+            let in_pool = scheduler.pool().cached().map(|(key, copies)| {
+                ((key.digest.name(), Some(u64::from(key.group))), i64::try_from(copies).unwrap())
+            });
+            let held: Mirror = in_pool.chain(scheduler.host().map(|digest| ((digest.name(), None), 1))).collect();
+            prop_assert!(scheduler.host().count() <= host_blocks);
             prop_assert_eq!(mirror, held);
-            prop_assert_eq!(scheduler.pool().free_blocks(), 12);
+            prop_assert_eq!(scheduler.pool().free_blocks(), usable);
             for (id, mut sink, outputs) in asked {
                 let got = tokens(&mut sink);
                 if aborted.contains(&id) {

@@ -3,11 +3,11 @@
 use std::sync::{Arc, LazyLock};
 
 use kvlb::clock;
-use kvlb::contract::attest::Attestor;
-use kvlb::contract::{BlockSize, EventSeq, HashAlgo, NoneSeed, events};
+use kvlb::contract::{BlockSize, EventSeq, HashAlgo, NoneSeed, Rehash, events};
+use kvlb::fleet::Keying;
 use kvlb::openai::{self, Request};
 use kvlb::state::index::{Index, IndexConfig};
-use kvlb::state::kv::EndpointKv;
+use kvlb::state::kv::{EndpointKv, Naming};
 use kvlb::tokenize::{EngineOptions, Files, Limits, Tokenizer};
 use proptest::prelude::*;
 use proptest::sample::Index as Place;
@@ -189,9 +189,16 @@ proptest! {
     fn any_batches_are_applied_as_far_as_they_can_be_read(
         batches in prop::collection::vec((prop::collection::vec(event(), 0..8), value(), changes(), any::<bool>()), 1..5),
     ) {
+        let broken_first = batches[0].3;
         let index = Arc::new(Index::new(IndexConfig { max_blocks: Some(1000), ..IndexConfig::default() }));
-        let attestor = Attestor::new(HashAlgo::Sha256Cbor, NoneSeed::Text("0".into()), BlockSize::new(4).unwrap());
-        let kv = EndpointKv::new(Arc::clone(&index), attestor);
+        let naming = Naming {
+            algo: HashAlgo::Sha256Cbor,
+            seed: NoneSeed::Text("0".into()),
+            block_size: BlockSize::new(4).unwrap(),
+            keying: if broken_first { Keying::Rehash } else { Keying::Auto },
+            rehash: Rehash::new(1),
+        };
+        let kv = EndpointKv::new(Arc::clone(&index), &naming);
         for (number, (events, rank, changes, broken)) in (0..).zip(batches) {
             let mut message = packed(&Packed::Array(vec![1.0.into(), Packed::Array(events), rank]));
             if broken {
@@ -199,12 +206,12 @@ proptest! {
             }
             events::time(&message);
             if let Ok(batch) = events::decode(&message) {
-                kv.apply(EventSeq(number), &batch, clock::now());
+                kv.apply(&kv.feed(0), EventSeq(number), &batch, clock::now());
             }
             let status = kv.status(clock::now());
             prop_assert!(status.ranks <= 8 && kv.names().len() <= status.blocks);
         }
-        kv.clear(true);
+        kv.clear(&kv.feed(0), true);
         prop_assert_eq!(kv.blocks(), 0);
     }
 }

@@ -8,14 +8,17 @@
 pub(crate) mod trio;
 
 use std::collections::BTreeSet;
+use std::io::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use kvlb_tests::engine::{Digest, Engine, EngineConfig, Naming, Version};
 use kvlb_tests::harness::http::{Answer, Client};
-use kvlb_tests::harness::kvlb::{Kvlb, KvlbConfig};
+use kvlb_tests::harness::kvlb::{Kvlb, KvlbConfig, binary};
+use kvlb_tests::harness::stage::Metrics;
 use kvlb_tests::harness::{eventually, temp_dir, until_some};
 use serde_json::{Value, json};
 
@@ -50,12 +53,26 @@ pub(crate) struct Setup {
     pub(crate) engines: Vec<EngineConfig>,
     /// Endpoints that are no simulated engines, behind these in the rule.
     pub(crate) others: Vec<SocketAddr>,
-    /// Fields of `serviceArguments` beyond the usual ones.
+    /// Whose `PYTHONHASHSEED` the engines have.
+    pub(crate) seeds: Seeds,
+    /// Fields of `serviceArguments` beyond the usual ones; null leaves a usual one out.
     pub(crate) rule: Value,
     /// Arguments of `kvlb up` beyond the usual ones.
     pub(crate) args: Vec<&'static str>,
     /// kvlb's environment.
     pub(crate) env: Vec<(&'static str, &'static str)>,
+}
+
+/// Whose seed an engine hashes with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Seeds {
+    /// kvlb's and the engines' are the same.
+    #[default]
+    Shared,
+    /// Each engine's configuration says its own; kvlb has its own.
+    Own,
+    /// As `Own`, and kvlb is told none.
+    Unset,
 }
 
 /// kvlb, one rule, its engines.
@@ -77,21 +94,20 @@ impl Fleet {
         let network = Network::claim()?;
         let mut engines = Vec::new();
         for (number, config) in (1..).zip(setup.engines) {
-            let config = EngineConfig {
-                host: network.host(number),
-                http_port: HTTP_PORT,
-                events_port: EVENT_PORT,
-                replay_port: Some(REPLAY_PORT),
-                python_hash_seed: Some(SEED.to_owned()),
-                ..config
-            };
+            let mut config = placed(network.host(number), config);
+            if setup.seeds == Seeds::Shared {
+                config.python_hash_seed = Some(SEED.to_owned());
+            }
             engines.push(Engine::start(config).await?);
         }
         let dir = temp_dir()?;
         let (api, state) = (network.at(200, API_PORT).to_string(), dir.path().join("state").display().to_string());
         let mut args = vec!["--datapath", "none", "--api", &api, "--state-dir", &state];
         args.extend(setup.args);
-        let mut config = KvlbConfig::with(&args).env("LLB_KV_NONE_HASH_SEED", SEED);
+        let mut config = KvlbConfig::with(&args);
+        if setup.seeds != Seeds::Unset {
+            config = config.env("LLB_KV_NONE_HASH_SEED", SEED);
+        }
         for (name, value) in setup.env {
             config = config.env(name, value);
         }
@@ -124,12 +140,87 @@ impl Fleet {
         Ok(())
     }
 
+    /// Ends an engine and starts another at its addresses.
+    pub(crate) async fn replace(&mut self, number: usize, config: EngineConfig) -> anyhow::Result<()> {
+        let host = self.engine_at(number).ip();
+        self.engines[number].kill().await;
+        self.engines[number] = Engine::start(placed(host, config)).await?;
+        Ok(())
+    }
+
+    /// Runs the CLI against this fleet's API, with `input` as its standard input; exit code and standard output.
+    pub(crate) fn cli(&self, args: &[&str], input: &str) -> anyhow::Result<(Option<i32>, String)> {
+        let api = self.kvlb.api_address();
+        let mut child = std::process::Command::new(binary("kvlb")?)
+            .args(args)
+            .env("KVLB_APISERVER", api.ip().to_string())
+            .env("KVLB_APIPORT", api.port().to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("start the CLI")?;
+        // A command that reads no input closes it.
+        drop(child.stdin.take().map(|mut stdin| stdin.write_all(input.as_bytes())));
+        let output = child.wait_with_output().context("wait for the CLI")?;
+        Ok((output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned()))
+    }
+
+    /// The rule's number.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// One reading of all metrics.
+    pub(crate) async fn metrics(&self) -> anyhow::Result<Metrics> {
+        self.kvlb.metrics().await
+    }
+
+    /// One completion over a connection of its own.
+    pub(crate) async fn ask(&self, body: &Value) -> anyhow::Result<Answer> {
+        self.ask_with(&[], body).await
+    }
+
+    /// The same with header fields.
+    pub(crate) async fn ask_with(&self, headers: &[(&str, &str)], body: &Value) -> anyhow::Result<Answer> {
+        let answer = Talker::new(self.vip).ask(headers, body).await?;
+        ensure!(answer.head.status == 200, "{}: {}", answer.head.status, answer.body.text());
+        Ok(answer)
+    }
+
+    /// How many blocks of a request an endpoint holds as a leading run, as `explain` says.
+    pub(crate) async fn depth(&self, number: usize, body: &Value) -> anyhow::Result<u64> {
+        let explained = self.explain(body).await?;
+        explained["candidates"][number]["depth"].as_u64().with_context(|| format!("no depth in {explained}"))
+    }
+
+    /// Waits until an endpoint's status is as wanted, and gives it.
+    pub(crate) async fn status_when(
+        &self,
+        number: usize,
+        what: &str,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> anyhow::Result<Value> {
+        let mut last = Value::Null;
+        let found = until_some(SOON, what, async || {
+            last = self.status(number).await.ok()?;
+            wanted(&last).then(|| last.clone())
+        });
+        let found = found.await;
+        found.with_context(|| format!("endpoint {number}: {last}; the log ends:\n{}", self.log_end()))
+    }
+
     /// Kills kvlb and starts it again on the same state.
     pub(crate) async fn restart_kvlb(&mut self) -> anyhow::Result<()> {
         self.kvlb.signal(nix::sys::signal::Signal::SIGKILL)?;
         self.kvlb.ended(SOON).await?;
         self.kvlb = Kvlb::start(self.config.clone()).await?;
         self.ready().await
+    }
+
+    /// Starts kvlb again on the same state, after it has ended; waits for its VIP only.
+    pub(crate) async fn start_kvlb(&mut self) -> anyhow::Result<()> {
+        self.kvlb = Kvlb::start(self.config.clone()).await?;
+        eventually(SOON, "the VIP is served", async || Client::connect(self.vip).await.is_ok()).await
     }
 
     /// Where an engine serves HTTP.
@@ -262,6 +353,10 @@ impl Fleet {
     }
 }
 
+fn placed(host: IpAddr, config: EngineConfig) -> EngineConfig {
+    EngineConfig { host, http_port: HTTP_PORT, events_port: EVENT_PORT, replay_port: Some(REPLAY_PORT), ..config }
+}
+
 fn rule(vip: SocketAddr, engines: &[Engine], others: &[SocketAddr], more: &Value) -> Value {
     let mut service = json!({
         "externalIP": vip.ip(), "port": vip.port(), "protocol": "tcp", "sel": 0, "mode": 4, "monitor": false,
@@ -270,6 +365,9 @@ fn rule(vip: SocketAddr, engines: &[Engine], others: &[SocketAddr], more: &Value
     });
     for (name, value) in more.as_object().into_iter().flatten() {
         service[name] = value.clone();
+    }
+    if let Some(fields) = service.as_object_mut() {
+        fields.retain(|_, value| !value.is_null());
     }
     let places = engines.iter().map(|engine| engine.addresses().http).chain(others.iter().copied());
     let endpoints = places.map(|at| json!({"endpointIP": at.ip(), "targetPort": at.port(), "weight": 1}));

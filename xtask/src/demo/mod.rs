@@ -2,7 +2,8 @@
 //!
 //! Brings up kvlb in a network namespace of its own with three simulated engines behind a VIP, sends cold and warm
 //! requests, and shows who answered, what overlapped and which counters moved. It exits with 0 only if both proofs hold
-//! for every warm request: the answer names the endpoint that holds the blocks, and that endpoint's counter moved.
+//! for every warm request (the answer names the endpoint that holds the blocks, and that endpoint's counter moved) and no endpoint's
+//! contract is broken.
 //!
 //! The namespace has no name: it ends with the last process in it, and so does everything else that the demo makes.
 
@@ -23,7 +24,8 @@ const INSIDE: &str = "DEMO_INSIDE";
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Break one leg of the contract on the engines' side; the demo then fails and names it
+    /// Break one leg of the contract on the engines' side; the demo then fails and names it. All but `events` are healed on the way:
+    /// warm requests hit all the same
     #[arg(long = "break", value_enum)]
     broken: Option<Leg>,
     /// How VIP traffic reaches kvlb: through the kernel (auto) or sockets bound to the VIP (none)

@@ -12,7 +12,7 @@ fn attestor() -> Attestor {
 
 /// An engine's way of naming, and what it announces.
 struct Engine {
-    algo: EngineAlgo,
+    algo: HashAlgo,
     seed: NoneSeed,
     block_size: u32,
     era: KeyEra,
@@ -21,7 +21,7 @@ struct Engine {
 
 impl Engine {
     fn like_the_rule() -> Self {
-        let algo = EngineAlgo::Sha256Cbor;
+        let algo = HashAlgo::Sha256Cbor;
         Self { algo, seed: seed("0"), block_size: SIZE, era: KeyEra::Tagged, bytes: false }
     }
 
@@ -89,14 +89,14 @@ fn another_block_size_is_named_with_both_sides_and_the_remedy() {
 #[test]
 fn a_wrong_block_size_does_not_hide_a_wrong_algorithm() {
     let mut attestor = attestor();
-    let engine = Engine { block_size: 32, algo: EngineAlgo::Sha256, seed: NoneSeed::Unset, ..Engine::like_the_rule() };
+    let engine = Engine { block_size: 32, algo: HashAlgo::Sha256, seed: NoneSeed::Unset, ..Engine::like_the_rule() };
     attestor.check(&engine.stores(1, 1, None, None));
     assert_mismatch(&attestor, Leg::BlockSize, "; also algorithm: engine algorithm sha256, ");
 }
 
 #[test]
 fn every_other_algorithm_is_named_whatever_its_seed() {
-    for algo in EngineAlgo::ALL.into_iter().filter(|algo| *algo != EngineAlgo::Sha256Cbor) {
+    for algo in HashAlgo::ALL.into_iter().filter(|algo| *algo != HashAlgo::Sha256Cbor) {
         for text in ["0", "42", "1234"] {
             let mut attestor = attestor();
             attestor.check(&Engine { algo, seed: seed(text), ..Engine::like_the_rule() }.stores(1, 2, None, None));
@@ -223,7 +223,7 @@ fn after_the_first_events_one_in_64_is_checked() {
 fn an_unset_xxhash_seed_is_unprovable() {
     let size = BlockSize::new(SIZE).unwrap();
     let mut attestor = Attestor::new(HashAlgo::XxhashCbor, NoneSeed::Unset, size);
-    let engine = Engine { algo: EngineAlgo::XxhashCbor, seed: seed("random bytes"), ..Engine::like_the_rule() };
+    let engine = Engine { algo: HashAlgo::XxhashCbor, seed: seed("random bytes"), ..Engine::like_the_rule() };
     attestor.check(&engine.stores(1, 2, None, None));
     assert_mismatch(&attestor, Leg::Unknown, "unprovable");
 }

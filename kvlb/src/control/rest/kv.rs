@@ -60,18 +60,25 @@ struct Block {
     hash_uint64: u64,
     /// The same as text: a number above 2^53 loses its last bits in JavaScript and jq.
     hash_hex: String,
+    /// Our own name of it, in rehash.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
 }
 
 fn listing<'a>(rule: &Rule, ep_idx: usize, inventory: &'a Inventory, offset: usize, limit: usize) -> Listing<'a> {
-    let block =
-        |(position, name): (usize, &BlockHash)| Block { position, hash_uint64: name.0, hash_hex: name.to_string() };
+    let block = |(position, (theirs, ours)): (usize, &(BlockHash, Option<BlockHash>))| Block {
+        position,
+        hash_uint64: theirs.0,
+        hash_hex: theirs.to_string(),
+        name: ours.map(|name| name.to_string()),
+    };
     Listing {
         service_id: rule.id.0,
         ep_idx,
         hash_algo: rule.kv.algo.label(),
         keying: if inventory.keying.is_empty() { "parity" } else { inventory.keying },
-        blocks: inventory.names.iter().enumerate().skip(offset).take(limit).map(block).collect(),
-        total: inventory.names.len(),
+        blocks: inventory.blocks.iter().enumerate().skip(offset).take(limit).map(block).collect(),
+        total: inventory.blocks.len(),
     }
 }
 
@@ -90,6 +97,37 @@ pub(super) async fn status(State(api): Shared, pairs: Pairs) -> Result<Json<Valu
         Json(json!({"services": services}))
     })
     .await
+}
+
+/// What the endpoints' caches spared, of one rule or of all.
+pub(super) async fn savings(State(api): Shared, pairs: Pairs) -> Result<Json<Value>, Problem> {
+    let pairs = query(pairs, &["service_id"])?;
+    let live = Arc::clone(&api.live);
+    let rules: Vec<Arc<Rule>> = match member(&pairs, "service_id") {
+        Some(id) => vec![rule(&api, Some(id))?],
+        None => api.store()?.entries().iter().filter_map(|entry| entry.rule.as_ref().ok().cloned()).collect(),
+    };
+    off_thread(move || {
+        let services: Vec<_> = rules.iter().map(|rule| view::savings(rule, &*live)).collect();
+        Json(json!({"services": services}))
+    })
+    .await
+}
+
+/// Every leg of a rule's contract. Asks the engines, and changes nothing.
+pub(super) async fn preflight(State(api): Shared, pairs: Pairs) -> Result<Json<Value>, Problem> {
+    let pairs = query(pairs, &["service_id"])?;
+    let rule = rule(&api, member(&pairs, "service_id"))?;
+    let live = Arc::clone(&api.live);
+    let id = rule.id;
+    let report = off_thread(move || live.preflight(id)).await?;
+    report
+        .map(|report| {
+            let mut shown = json!(report);
+            shown["service_id"] = id.0.into();
+            Json(shown)
+        })
+        .ok_or_else(|| Problem::Unavailable("the rule is not in force".to_owned()))
 }
 
 /// What would become of the request in the body.

@@ -122,6 +122,8 @@ pub fn router(api: Arc<Api>) -> Router {
         .route("/config/endpointhoststate", post(endpoints::host_state))
         .route("/config/ai/kv/inventory", get(kv::inventory))
         .route("/config/ai/kv/status", get(kv::status))
+        .route("/config/ai/kv/savings", get(kv::savings))
+        .route("/config/ai/kv/preflight", get(kv::preflight))
         .route("/config/metrics", get(|| async { Json(json!({"prometheus": true})) }))
         .route("/version", get(version))
         .route("/status", get(status))

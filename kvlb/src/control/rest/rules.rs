@@ -27,8 +27,16 @@ pub(super) async fn post(
     api.store()?;
     let body = Body::read(&json_body(&headers, body, BODY_MAX)?)?;
     let done = change(&api, Change::Post(Box::new(body))).await?;
-    let id = done.ids.first().map(|id| id.0);
-    Ok(Json(json!({"result": "Success", "id": id, "change": done.what})))
+    let id = done.ids.first().copied();
+    let mut answer = json!({"result": "Success", "id": id.map(|id| id.0), "change": done.what});
+    if let Some(id) = id.filter(|_| done.what != "unchanged") {
+        let live = Arc::clone(&api.live);
+        let notes = off_thread(move || live.contradictions(id)).await?;
+        if !notes.is_empty() {
+            answer["notes"] = json!(notes);
+        }
+    }
+    Ok(Json(answer))
 }
 
 /// Shows the rules that the path names.

@@ -31,21 +31,36 @@ impl Live for Fixed {
 
     fn inventory(&self, _: RuleId, position: usize) -> Option<Inventory> {
         let names = vec![BlockHash(u64::MAX), BlockHash(2)];
-        (position == 0).then_some(Inventory { names, keying: "parity" })
+        (position == 0)
+            .then_some(Inventory { blocks: names.into_iter().map(|name| (name, None)).collect(), keying: "parity" })
     }
 
     fn explain(&self, _: RuleId, request: &Request<'_>) -> Option<Explanation> {
         Some(Explanation {
             tier: format!("{} {:?} {}", request.path, request.model, request.body.len()),
             endpoint: Some(1),
-            prompts: vec![PromptView { tokens: 33, blocks: 2 }],
-            candidates: vec![CandidateView { ep_idx: 1, depth: 2, count: 2, load: 0, eligible: true }],
+            prompts: vec![PromptView { tokens: 33, blocks: 2, ..PromptView::default() }],
+            candidates: vec![CandidateView {
+                ep_idx: 1,
+                depth: 2,
+                count: 2,
+                eligible: true,
+                ..CandidateView::default()
+            }],
             ..Explanation::default()
         })
     }
 
     fn notes(&self, rule: RuleId) -> Vec<String> {
         if rule.0 == 2 { vec!["stage a tokenizer".to_owned()] } else { Vec::new() }
+    }
+
+    fn contradictions(&self, rule: RuleId) -> Vec<String> {
+        if rule.0 == 2 { vec!["block_size".to_owned()] } else { Vec::new() }
+    }
+
+    fn preflight(&self, _: RuleId) -> Option<crate::discover::Report> {
+        Some(crate::discover::Report { verdict: crate::discover::Verdict::Ok, endpoints: vec![], pool: vec![] })
     }
 
     fn metrics(&self) -> String {
@@ -145,7 +160,8 @@ async fn the_documents_rule_is_created_shown_and_deleted() {
         (&json!("active"), &json!("7:9"), &json!(0))
     );
     let kv = json!({"contract": "mismatch", "leg": "block_size", "detail": null, "keying": "parity", "blocks": 3,
-        "connected": false, "replay": "", "sequence": null, "lastEventAgeMs": null, "gaps": 0, "restarts": 0});
+        "connected": false, "replay": "", "sequence": null, "lastEventAgeMs": null, "ranks": 0, "orphans": 0, "gaps": 0,
+        "restarts": 0});
     assert_eq!(endpoint["kvStatus"], kv);
     assert_eq!(rule["endpoints"][1].get("kvStatus"), None);
 
@@ -274,6 +290,18 @@ async fn until_the_rules_are_loaded_nothing_that_concerns_them_is_answered() {
 }
 
 #[tokio::test]
+async fn what_engines_contradict_is_in_the_answer_to_a_change_alone() {
+    let server = Server::ready(None).await;
+    let created = json!({"result": "Success", "id": 1, "change": "created"});
+    assert_eq!(server.create(json!({})).await, (200, created));
+    let noted = |change: &str| json!({"result": "Success", "id": 2, "change": change, "notes": ["block_size"]});
+    assert_eq!(server.create(json!({"port": 81})).await, (200, noted("created")));
+    let unchanged = json!({"result": "Success", "id": 2, "change": "unchanged"});
+    assert_eq!(server.create(json!({"port": 81})).await, (200, unchanged));
+    assert_eq!(server.create(json!({"port": 81, "sel": 3})).await, (200, noted("replaced")));
+}
+
+#[tokio::test]
 async fn an_endpoint_is_taken_out_and_put_back_by_its_lights() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::ready(Some(dir.path())).await;
@@ -349,8 +377,15 @@ async fn the_kv_paths_answer_in_the_documents_shape() {
     let (status, explained) = server.post("/config/ai/kv/explain?service_id=1", &chat).await;
     let tier = format!("/v1/chat/completions None {}", chat.to_string().len());
     assert_eq!((status, &explained["tier"], &explained["endpoint"]), (200, &json!(tier), &json!(1)));
-    assert_eq!(explained["candidates"], json!([{"ep_idx": 1, "depth": 2, "count": 2, "load": 0, "eligible": true}]));
+    assert_eq!(
+        explained["candidates"],
+        json!([{"ep_idx": 1, "depth": 2, "count": 2, "load": 0, "eligible": true, "keying": null, "rank": null}])
+    );
     assert_eq!(code(&server.post("/config/ai/kv/explain?service_id=2", &chat).await), (404, "rule_not_found"));
+    assert_eq!(code(&server.get("/config/ai/kv/preflight?service_id=99").await), (404, "rule_not_found"));
+    assert_eq!(code(&server.get("/config/ai/kv/preflight").await), (400, "missing_field"));
+    let (status, report) = server.get("/config/ai/kv/preflight?service_id=1").await;
+    assert_eq!((status, report), (200, json!({"verdict": "ok", "endpoints": [], "pool": [], "service_id": 1})));
 }
 
 #[tokio::test]

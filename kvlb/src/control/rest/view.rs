@@ -26,6 +26,9 @@ fn rule(entry: &Entry, live: &dyn Live) -> Value {
                 }
             }
             let mut notes: Vec<String> = wire::notes(rule).into_iter().map(Into::into).collect();
+            if entry.volatile {
+                notes.push("made of --listen and --endpoint: not kept over restarts, unless it is posted".to_owned());
+            }
             notes.extend(live.notes(rule.id));
             if !notes.is_empty() {
                 shown.insert("notes".to_owned(), json!(notes));
@@ -72,6 +75,21 @@ pub(super) fn kv_status(rule: &Rule, live: &dyn Live) -> Value {
         "kvBlockSize": rule.kv.block_size.get(),
         "endpoints": endpoints,
     })
+}
+
+/// What the caches of a rule's subscribed endpoints spared.
+pub(super) fn savings(rule: &Rule, live: &dyn Live) -> Value {
+    let endpoint = |(position, endpoint): (usize, &Endpoint)| {
+        let savings = live.savings(rule.id, position)?;
+        Some(json!({
+            "ep_idx": position,
+            "endpointIP": endpoint.key.host,
+            "targetPort": endpoint.key.port,
+            "savings": savings,
+        }))
+    };
+    let endpoints: Vec<_> = rule.endpoints.iter().enumerate().filter_map(endpoint).collect();
+    json!({"service_id": rule.id.0, "name": rule.name, "endpoints": endpoints})
 }
 
 /// Every endpoint of every rule in force, as LoxiLB's `GET /config/endpoint/all` shows its probe objects.

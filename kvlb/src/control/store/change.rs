@@ -16,6 +16,8 @@ use crate::fleet::{EndpointKey, EngineType, PortRange, RuleId, RuleKey};
 pub enum Change {
     /// `POST`: a rule, or endpoints that join or leave one.
     Post(Box<Body>),
+    /// A rule of kvlb's own making: as a `POST`, but it leaves an operator's rule as it is and is not kept on disk.
+    Volatile(Box<Body>),
     /// `DELETE`.
     Delete(Select),
     /// A member of endpoints in all rules that list them: set, or removed where the value is `None`.
@@ -58,7 +60,8 @@ pub enum Select {
 /// What a change did.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Done {
-    /// In one word: `created`, `replaced`, `unchanged`, `attached`, `detached`, `deleted`, `changed`.
+    /// In one word: `created`, `replaced`, `unchanged`, `attached`, `detached`, `deleted`, `changed`; `left`: an operator's
+    /// rule is there.
     pub what: &'static str,
     /// The rules that it concerned.
     pub ids: Vec<RuleId>,
@@ -74,7 +77,8 @@ type After = Option<Vec<Arc<Entry>>>;
 /// The rules after `change`, or `None` where it changes nothing.
 pub(super) fn apply(before: &[Arc<Entry>], change: &Change, next_id: u32) -> Result<(After, Applied), Problem> {
     let (after, what, ids) = match change {
-        Change::Post(body) if body.oper() == Oper::Put => return put(before, body, next_id),
+        Change::Post(body) if body.oper() == Oper::Put => return put(before, body, next_id, false),
+        Change::Volatile(body) => return put(before, body, next_id, true),
         Change::Post(body) => move_endpoints(before, body)?,
         Change::Delete(select) => delete(before, select)?,
         Change::Endpoints { host, port, field, value } => {
@@ -147,22 +151,25 @@ pub(crate) fn described(entry: &Entry) -> String {
     format!("{} ({parts})", entry.id)
 }
 
-fn put(before: &[Arc<Entry>], body: &Body, next_id: u32) -> Result<(After, Applied), Problem> {
+fn put(before: &[Arc<Entry>], body: &Body, next_id: u32, volatile: bool) -> Result<(After, Applied), Problem> {
     let key = body.key()?;
     let body = body.clone().without_oper();
     let position = before.iter().position(|entry| entry.key() == Some(&key));
     let Some(position) = position else {
-        let entry = create(before, &body, &key, next_id)?;
+        let entry = Entry { volatile, ..create(before, &body, &key, next_id)? };
         let done = Done { what: "created", ids: vec![entry.id] };
         let after = before.iter().cloned().chain([Arc::new(entry)]).collect();
         return Ok((Some(after), Applied { done, next_id: next_id.saturating_add(1) }));
     };
     let old = &before[position];
+    if volatile && !old.volatile {
+        return Ok((None, Applied { done: Done { what: "left", ids: vec![old.id] }, next_id }));
+    }
     keeps_what_it_must(old, &body)?;
-    let entry = Entry::new(old.id, &body)?;
+    let entry = Entry { volatile, ..Entry::new(old.id, &body)? };
     check_vip_ports(before, &key)?;
     let ids = vec![entry.id];
-    if old.rule.is_ok() && old.json == entry.json {
+    if old.rule.is_ok() && old.json == entry.json && old.volatile == volatile {
         return Ok((None, Applied { done: Done { what: "unchanged", ids }, next_id }));
     }
     Ok((Some(with(before, position, entry)), Applied { done: Done { what: "replaced", ids }, next_id }))
@@ -252,7 +259,7 @@ fn move_endpoints(before: &[Arc<Entry>], body: &Body) -> Result<(After, &'static
     let new = if attach { old.body()?.attached(body)? } else { old.body()?.detached(body)? };
     let entry = Entry::new(old.id, &new)?;
     let ids = vec![entry.id];
-    if entry.json == old.json {
+    if entry.json == old.json && !old.volatile {
         return Ok((None, "unchanged", ids));
     }
     Ok((Some(with(before, position, entry)), if attach { "attached" } else { "detached" }, ids))
@@ -280,7 +287,7 @@ fn set_endpoints(
     let (mut ids, mut changed) = (Vec::new(), false);
     for slot in after.iter_mut().filter(|entry| entry.rule.is_ok()) {
         let Some(body) = slot.body()?.with_endpoint_field(&chosen, field, value)? else { continue };
-        let entry = Entry::new(slot.id, &body)?;
+        let entry = Entry { volatile: slot.volatile, ..Entry::new(slot.id, &body)? };
         ids.push(entry.id);
         changed |= entry.json != slot.json;
         *slot = Arc::new(entry);

@@ -51,13 +51,15 @@ pub struct Entry {
     /// The rule in force, or why there is none: a rule that an older version accepted may make no sense to this one. It
     /// is kept, shown with its reason, and can be replaced or deleted.
     pub rule: Result<Arc<Rule>, String>,
+    /// Made by kvlb itself, of what engines say: it is not kept over restarts, and gives way to an operator's.
+    pub volatile: bool,
     key: Option<RuleKey>,
 }
 
 impl Entry {
     fn new(id: RuleId, body: &Body) -> Result<Self, Problem> {
         let rule = Arc::new(body.rule(id)?);
-        Ok(Self { id, json: body.json().clone(), key: Some(rule.key.clone()), rule: Ok(rule) })
+        Ok(Self { id, json: body.json().clone(), key: Some(rule.key.clone()), rule: Ok(rule), volatile: false })
     }
 
     /// A rule from disk, in force or not.
@@ -67,7 +69,7 @@ impl Entry {
         let key = body.as_ref().ok().and_then(|body| body.key().ok());
         match body.and_then(|body| Self::new(id, &body)) {
             Ok(entry) => entry,
-            Err(problem) => Self { id, json: kept.body, rule: Err(problem.to_string()), key },
+            Err(problem) => Self { id, json: kept.body, rule: Err(problem.to_string()), volatile: false, key },
         }
     }
 
@@ -174,7 +176,8 @@ impl std::fmt::Debug for Store {
 impl Writer {
     fn commit(&mut self, entries: &[Arc<Entry>], next_id: u32) -> Result<(), Problem> {
         if let Some(file) = &self.file {
-            let rules = entries.iter().map(|e| Kept { id: e.id.0, body: e.json.clone() }).collect();
+            let kept = entries.iter().filter(|entry| !entry.volatile);
+            let rules = kept.map(|e| Kept { id: e.id.0, body: e.json.clone() }).collect();
             file.save(&Document::new(next_id, rules)).map_err(|error| {
                 tracing::error!(%error, "a change of the rules could not be written");
                 Problem::NotDurable(error.to_string())
@@ -275,6 +278,37 @@ mod tests {
         assert_eq!(refused.map_err(|problem| (problem.code(), problem.status().as_u16())), Err(("not_durable", 503)));
         assert_eq!(store.entries().len(), 1);
         assert_eq!(*published.lock(), [vec![], vec![1]]);
+    }
+
+    #[test]
+    fn a_rule_of_kvlbs_own_making_gives_way_to_an_operators_and_is_not_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, published) = open(Some(dir.path()));
+        let own = |port, changes| Change::Volatile(Box::new(body(port, changes)));
+        let done = |change: &Change| store.change(change).map(|done| (done.what, done.ids[0].0)).unwrap();
+        assert_eq!(done(&own(80, json!({}))), ("created", 1));
+        assert_eq!(done(&own(80, json!({"sel": 3}))), ("replaced", 1));
+        assert!(store.entries()[0].volatile);
+        let down = Change::Endpoints {
+            host: "127.0.0.1".to_owned(),
+            port: None,
+            field: "adminState",
+            value: Some(json!("down")),
+        };
+        assert_eq!(done(&down), ("changed", 1));
+        assert!(store.entries()[0].volatile, "still of kvlb's making");
+        assert_eq!(put(&store, 81), RuleId(2));
+        assert_eq!(done(&own(81, json!({"sel": 3}))), ("left", 2), "an operator's rule stays as it is");
+        let again = body(80, json!({"sel": 3}));
+        assert_eq!(done(&Change::Post(Box::new(again.clone()))), ("replaced", 1), "taken over by the operator");
+        assert!(!store.entries()[0].volatile);
+        assert_eq!(done(&Change::Post(Box::new(again))), ("unchanged", 1));
+        assert_eq!(done(&own(82, json!({}))), ("created", 3));
+        assert_eq!(published.lock().last().unwrap(), &[1, 2, 3]);
+        drop(store);
+        let (store, published) = open(Some(dir.path()));
+        assert_eq!(*published.lock(), [[1, 2]]);
+        assert_eq!(put(&store, 83), RuleId(4), "its number is not given to another");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::Body;
 use super::fields::{ENDPOINT, SERVICE};
 use crate::contract::HashAlgo;
 use crate::control::Problem;
-use crate::fleet::{EngineType, ExactMode, ProbeKind, Role, Rule, RuleId, Score, Selector};
+use crate::fleet::{EngineType, ExactMode, Keying, ProbeKind, Role, Rule, RuleId, Score, Selector, TierWeights};
 use crate::policy::Blend;
 
 /// Section 8.1 of the source document, as printed.
@@ -83,7 +83,7 @@ fn the_documents_body_is_accepted_as_printed() {
     assert_eq!(rule.kv.mode, ExactMode::PrefillDecode);
     assert_eq!(rule.kv.engine, EngineType::Vllm);
     assert_eq!(rule.kv.algo, HashAlgo::Sha256Cbor);
-    assert_eq!((rule.kv.zmq_port, rule.kv.replay_port, rule.kv.dp_ranks), (5557, None, 1));
+    assert_eq!((rule.kv.zmq_port, rule.kv.replay_port, rule.kv.dp_ranks), (5557, None, None));
     assert_eq!((rule.kv.block_size.get(), rule.kv.warmup), (16, Duration::from_secs(30)));
     assert!(rule.monitor.enabled && rule.monitor.kind == ProbeKind::Tcp);
     let roles: Vec<_> = rule.endpoints.iter().map(|e| (e.key.to_string(), e.weight, e.role)).collect();
@@ -114,7 +114,8 @@ fn every_served_field_has_its_effect() {
             "probeRetries": 3, "inactiveTimeOut": 120, "timeoutMemberConnect": 250, "timeoutTcpInspect": 5000,
             "timeoutFirstByte": 1500, "max_stream_duration_sec": 900, "kvBlockSize": 32, "kvHashAlgo": "xxhash_cbor",
             "kvZmqPort": 6000, "kvWarmupSec": 0, "kvEngineType": "vllm", "kvDpRankCount": 2, "kvReplayPort": 6100,
-            "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "parity", "decisionHeaders": true,
+            "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "rehash", "decisionHeaders": true,
+            "kvTierWeights": {"cpu": 0.5}, "kvObserve": true,
             "maxInspectBytes": 1024, "forwardedHeaders": false, "clientHalfClose": "allow"}),
         json!({"allowedSources": [{"prefix": "10.0.0.1/8"}, {"prefix": "::1"}],
             "endpoints": [{"endpointIP": "engine-0.local", "targetPort": 1, "weight": 200},
@@ -138,9 +139,11 @@ fn every_served_field_has_its_effect() {
     assert_eq!(rule.limits.first_byte, Some(Duration::from_millis(1500)));
     assert_eq!(rule.limits.total, Some(Duration::from_mins(15)));
     assert_eq!((rule.kv.block_size.get(), rule.kv.algo), (32, HashAlgo::XxhashCbor));
-    assert_eq!((rule.kv.zmq_port, rule.kv.replay_port, rule.kv.dp_ranks), (6000, Some(6100), 2));
+    assert_eq!((rule.kv.zmq_port, rule.kv.replay_port, rule.kv.dp_ranks), (6000, Some(6100), Some(2)));
     assert_eq!((rule.kv.score, rule.kv.lb_mode, rule.kv.load_floor), (Score::Count, Some(Blend::Off), 1));
     assert_eq!((rule.max_inspect_bytes, rule.forwarded_headers), (1024, false));
+    assert_eq!((rule.kv.keying, rule.kv.observe), (Keying::Rehash, true));
+    assert_eq!(rule.kv.tier_weights, TierWeights { cpu: 500, storage: 0 });
     assert!(rule.decision_headers && rule.client_half_close);
     assert_eq!(rule.allowed_sources.len(), 2);
     let weights: Vec<_> = rule.endpoints.iter().map(|e| (e.key.to_string(), e.weight, e.admin_down)).collect();
@@ -305,7 +308,6 @@ fn bad_kv_fields_are_refused_by_name() {
         (service(json!({"kvDpRankCount": 9})), "out_of_range", "1 to 8"),
         (service(json!({"kvHashAlgo": "sha256_sglang"})), "algorithm_engine", "sha256_cbor or xxhash_cbor"),
         (service(json!({"kvHashAlgo": "blockhash_trtllm"})), "algorithm_engine", "vllm"),
-        (service(json!({"kvHashAlgo": "sha256"})), "not_supported", "Python objects"),
         (service(json!({"kvHashAlgo": "md5"})), "bad_value", "md5"),
         (service(json!({"kvEngineType": "sglang"})), "engine_not_supported_yet", "sglang"),
         (service(json!({"kvEngineType": "trtllm"})), "engine_not_supported_yet", "trtllm"),
@@ -320,8 +322,11 @@ fn bad_kv_fields_are_refused_by_name() {
         (service(json!({"kvLbMode": "soft"})), "not_supported_yet", "off or hard"),
         (service(json!({"kvLbMode": "hardest"})), "bad_value", "off or hard"),
         (service(json!({"kvLoadFloor": -1})), "out_of_range", "kvLoadFloor"),
-        (service(json!({"kvKeying": "rehash"})), "not_supported_yet", "auto or parity"),
-        (service(json!({"kvTierWeights": {"CPU": 1}})), "not_supported_yet", "GPU"),
+        (service(json!({"kvKeying": "engine"})), "bad_value", "auto, parity or rehash"),
+        (service(json!({"kvTierWeights": {"CPU": 1}})), "bad_value", "cpu and storage"),
+        (service(json!({"kvTierWeights": {"cpu": 1.5}})), "out_of_range", "0 to 1"),
+        (service(json!({"kvTierWeights": {"cpu": "1"}})), "out_of_range", "0 to 1"),
+        (service(json!({"kvObserve": 1})), "wrong_type", "kvObserve"),
         (service(json!({"kvexactmode": 3})), "unknown_field", "did you mean \"kvExactMode\"?"),
         (service(json!({"kvZmqport": 5557})), "unknown_field", "did you mean \"kvZmqPort\"?"),
         (service(json!({"kvFoo": 1})), "unknown_field", "unknown field \"kvFoo\""),

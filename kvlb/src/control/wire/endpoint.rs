@@ -41,6 +41,8 @@ pub(super) fn endpoint(args: &EndpointArguments, place: &str) -> Result<Endpoint
         role: role(args),
         admin_down: state == AdminState::Down,
         monitor: args.probe.as_ref().map(|probe| monitor(probe, &format!("{place}.probe."))).transpose()?,
+        zmq_port: args.zmq_port,
+        replay_port: args.replay_port,
     })
 }
 

@@ -7,7 +7,7 @@ use super::fields::shown;
 use super::{Body, KvArguments};
 use crate::contract::{BlockSize, HashAlgo};
 use crate::control::Problem;
-use crate::fleet::{Endpoint, EngineType, ExactMode, KvRule, Role, Score};
+use crate::fleet::{Endpoint, EngineType, ExactMode, Keying, KvRule, Role, Score, TierWeights};
 use crate::policy::{Blend, BlendError};
 
 /// vLLM's default on GPUs, and the document's.
@@ -35,14 +35,17 @@ pub(super) fn kv(body: &Body) -> Result<KvRule, Problem> {
         zmq_port: args.zmq_port.unwrap_or(ZMQ_PORT),
         replay_port: args.replay_port,
         warmup: Duration::from_secs(args.warmup_sec.unwrap_or(WARMUP_SECONDS).into()),
-        dp_ranks: args.dp_rank_count.unwrap_or(1),
+        dp_ranks: args.dp_rank_count,
+        keying: keying(args)?,
+        tier_weights: tier_weights(args)?,
+        observe: args.observe.unwrap_or(false),
         score: score(args)?,
         lb_mode: args.lb_mode.as_deref().filter(|text| !text.is_empty()).map(blend).transpose()?,
         load_floor: args.load_floor.unwrap_or(LOAD_FLOOR),
     };
-    keying(args)?;
-    ranks_fit("kvZmqPort", kv.zmq_port, kv.dp_ranks)?;
-    kv.replay_port.map_or(Ok(()), |port| ranks_fit("kvReplayPort", port, kv.dp_ranks))?;
+    let ranks = kv.dp_ranks.unwrap_or(1);
+    ranks_fit("kvZmqPort", kv.zmq_port, ranks)?;
+    kv.replay_port.map_or(Ok(()), |port| ranks_fit("kvReplayPort", port, ranks))?;
     if kv.replay_port == Some(kv.zmq_port) {
         return Err(Problem::Contradiction(format!("kvReplayPort and kvZmqPort are both {}", kv.zmq_port)));
     }
@@ -94,16 +97,12 @@ fn algo(args: &KvArguments) -> Result<HashAlgo, Problem> {
     let Some(text) = args.hash_algo.as_deref().filter(|text| !text.is_empty()) else {
         return Ok(HashAlgo::Sha256Cbor);
     };
-    let use_these = "use sha256_cbor or xxhash_cbor, the value of the engine's --prefix-caching-hash-algo";
+    let use_these =
+        "use sha256_cbor, xxhash_cbor, sha256 or xxhash, the value of the engine's --prefix-caching-hash-algo";
     HashAlgo::from_str(text).map_err(|()| match text {
         "sha256_sglang" | "blockhash_trtllm" => {
             Problem::AlgorithmEngine { algo: text.to_owned(), engine: "vllm", expected: "sha256_cbor or xxhash_cbor" }
         }
-        "sha256" | "xxhash" => Problem::NotSupported {
-            field: "kvHashAlgo".to_owned(),
-            value: format!("{text:?}"),
-            reason: format!("only the engine itself can compute it, because it hashes Python objects; {use_these}"),
-        },
         _ => bad("kvHashAlgo", text, use_these),
     })
 }
@@ -127,16 +126,36 @@ fn blend(text: &str) -> Result<Blend, Problem> {
     })
 }
 
-fn keying(args: &KvArguments) -> Result<(), Problem> {
+fn keying(args: &KvArguments) -> Result<Keying, Problem> {
     match args.keying.as_deref() {
-        None | Some("" | "auto" | "parity") => Ok(()),
-        Some("rehash") => Err(Problem::NotSupportedYet {
-            field: "kvKeying".to_owned(),
-            value: "\"rehash\"".to_owned(),
-            reason: "use auto or parity".to_owned(),
-        }),
-        Some(other) => Err(bad("kvKeying", other, "use auto or parity")),
+        None | Some("" | "auto") => Ok(Keying::Auto),
+        Some("parity") => Ok(Keying::Parity),
+        Some("rehash") => Ok(Keying::Rehash),
+        Some(other) => Err(bad("kvKeying", other, "use auto, parity or rehash")),
     }
+}
+
+fn tier_weights(args: &KvArguments) -> Result<TierWeights, Problem> {
+    let mut weights = TierWeights::default();
+    for (medium, weight) in args.tier_weights.iter().flatten() {
+        let of_medium = match medium.as_str() {
+            "cpu" => &mut weights.cpu,
+            "storage" => &mut weights.storage,
+            other => return Err(bad("kvTierWeights", other, "the media are cpu and storage")),
+        };
+        *of_medium = thousandths(weight).ok_or_else(|| Problem::OutOfRange {
+            field: format!("kvTierWeights.{medium}"),
+            value: shown(&weight.to_string()),
+            range: "0 to 1, where 1 is a block in the accelerator's memory".to_owned(),
+        })?;
+    }
+    Ok(weights)
+}
+
+fn thousandths(weight: &serde_json::Value) -> Option<u16> {
+    let weight = weight.as_f64().filter(|weight| (0.0..=1.0).contains(weight))?;
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it lies between 0 and 1000")]
+    Some((weight * 1000.0).round() as u16)
 }
 
 /// Rank n publishes at the port plus n.

@@ -116,6 +116,10 @@ pub(crate) struct KvArguments {
     pub(crate) load_floor: Option<u32>,
     #[serde(rename = "kvKeying")]
     pub(crate) keying: Option<String>,
+    #[serde(rename = "kvTierWeights")]
+    pub(crate) tier_weights: Option<serde_json::Map<String, serde_json::Value>>,
+    #[serde(rename = "kvObserve")]
+    pub(crate) observe: Option<bool>,
 }
 
 /// How endpoints are probed: of a rule, or of one endpoint.
@@ -146,6 +150,10 @@ pub(crate) struct EndpointArguments {
     #[serde(rename = "adminState")]
     pub(crate) admin_state: Option<String>,
     pub(crate) probe: Option<ProbeArguments>,
+    #[serde(rename = "kvZmqPort")]
+    pub(crate) zmq_port: Option<u16>,
+    #[serde(rename = "kvReplayPort")]
+    pub(crate) replay_port: Option<u16>,
 }
 
 /// One of `allowedSources`.

@@ -50,6 +50,15 @@ pub(in crate::proxy) struct AnswerHead {
     lines: Lines,
 }
 
+/// What an answer's body is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::proxy) enum Medium {
+    /// One JSON document.
+    Json,
+    /// Server-sent events.
+    Events,
+}
+
 /// What becomes of the client's connection after an answer, as its head says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum Closing {
@@ -138,6 +147,21 @@ impl AnswerHead {
     /// Whether the engine says that it has not started on the request.
     pub(in crate::proxy) fn is_busy(&self) -> bool {
         matches!(self.status, 429 | 503)
+    }
+
+    /// What the body is, where it can be read as it comes: not compressed, and of a type that engines answer in.
+    /// `bytes` are those that the head was parsed from.
+    pub(in crate::proxy) fn medium(&self, bytes: &[u8]) -> Option<Medium> {
+        let fields = self.lines.on(bytes);
+        if fields.get("content-encoding").is_some_and(|coding| !coding.eq_ignore_ascii_case(b"identity")) {
+            return None;
+        }
+        let kind = fields.get("content-type")?.split(|byte| *byte == b';').next()?.trim_ascii();
+        match kind {
+            _ if kind.eq_ignore_ascii_case(b"application/json") => Some(Medium::Json),
+            _ if kind.eq_ignore_ascii_case(b"text/event-stream") => Some(Medium::Events),
+            _ => None,
+        }
     }
 
     /// Follows the body to its end. `plain` says that the client cannot read chunks (HTTP/1.0).
@@ -239,19 +263,32 @@ impl AnswerBody {
     /// # Errors
     /// When the chunks are malformed.
     pub(in crate::proxy) fn take(&mut self, piece: &mut [u8]) -> Result<Progress, ChunkError> {
+        self.take_showing(piece, |_payload| ())
+    }
+
+    /// As [`AnswerBody::take`], and shows the payload to `see`.
+    ///
+    /// # Errors
+    /// When the chunks are malformed.
+    pub(in crate::proxy) fn take_showing(
+        &mut self,
+        piece: &mut [u8],
+        mut see: impl FnMut(&[u8]),
+    ) -> Result<Progress, ChunkError> {
         let (pass, used) = match self {
+            Self::Chunked(chunked) => {
+                let count = chunked.scan_showing(piece, see)?;
+                return Ok(Progress { pass: count, excess: count < piece.len(), done: self.is_done() });
+            }
             Self::Length(left) => {
                 let count = usize::try_from(*left).unwrap_or(usize::MAX).min(piece.len());
                 *left -= count as u64;
                 (count, count)
             }
-            Self::Chunked(chunked) => {
-                let count = chunked.scan(piece)?;
-                (count, count)
-            }
             Self::Unchunk(chunked) => chunked.decode(piece)?,
             Self::Close => (piece.len(), piece.len()),
         };
+        see(&piece[..pass]);
         Ok(Progress { pass, excess: used < piece.len(), done: self.is_done() })
     }
 }

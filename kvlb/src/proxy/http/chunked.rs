@@ -77,15 +77,28 @@ impl Chunked {
         &self.trailers
     }
 
-    /// Follows `bytes` to the body's end and says how many of them belong to it.
+    #[cfg(test)]
+    fn scan(&mut self, bytes: &[u8]) -> Result<usize, ChunkError> {
+        self.scan_showing(bytes, |_payload| ())
+    }
+
+    /// Follows `bytes` to the body's end, says how many of them belong to it, and shows their payload to `see`.
     ///
     /// # Errors
     /// When the body is malformed.
-    pub(in crate::proxy) fn scan(&mut self, bytes: &[u8]) -> Result<usize, ChunkError> {
+    pub(in crate::proxy) fn scan_showing(
+        &mut self,
+        bytes: &[u8],
+        mut see: impl FnMut(&[u8]),
+    ) -> Result<usize, ChunkError> {
         let mut at = 0;
         while at < bytes.len() && !self.is_done() {
             at += match self.step(&bytes[at..])? {
-                Part::Framing(count) | Part::Payload(count) => count,
+                Part::Framing(count) => count,
+                Part::Payload(count) => {
+                    see(&bytes[at..at + count]);
+                    count
+                }
             };
         }
         Ok(at)

@@ -9,11 +9,11 @@ mod fields;
 mod reply;
 mod request;
 
-pub(super) use answer::{AnswerBody, AnswerError, AnswerHead, Closing};
+pub(super) use answer::{AnswerBody, AnswerError, AnswerHead, Closing, Medium};
 pub(super) use chunked::{ChunkError, Chunked, FINAL_CHUNK, size_line};
 pub use fields::Fields;
 pub use reply::Reply;
-pub(super) use request::{Forward, HeadScan};
+pub(super) use request::{Forward, HeadScan, with_fields};
 pub use request::{Framing, Head, Refusal};
 
 /// Bytes of a head in all (`431`), as the larger of the public proxies' defaults: long prompts in cookies and tokens in

@@ -230,6 +230,34 @@ impl Head {
     }
 }
 
+/// A head as [`Head::write_for_endpoint`] wrote it, with `fields` (lines that each end in CRLF) in place of its own by
+/// their names.
+pub(in crate::proxy) fn with_fields(head: &[u8], fields: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(head.len() + fields.len());
+    for line in lines(head.strip_suffix(b"\r\n").unwrap_or(head)) {
+        if !lines(fields).any(|field| same_name(field, line)) {
+            out.extend_from_slice(line);
+        }
+    }
+    out.extend_from_slice(fields);
+    out.extend_from_slice(b"\r\n");
+    out
+}
+
+/// The lines of a head, with their ends. No value holds a line's end: they are refused in requests.
+fn lines(head: &[u8]) -> impl Iterator<Item = &[u8]> {
+    head.split_inclusive(|byte| *byte == b'\n')
+}
+
+/// Whether two field lines have one name. A request line has none: its first colon stands behind a space.
+fn same_name(field: &[u8], other: &[u8]) -> bool {
+    let name = |line: &[u8]| line.iter().position(|byte| *byte == b':');
+    match (name(field), name(other)) {
+        (Some(end), Some(other_end)) => field[..end].eq_ignore_ascii_case(&other[..other_end]),
+        _ => false,
+    }
+}
+
 /// What of a head depends on more than the head.
 #[derive(Clone, Debug)]
 pub(in crate::proxy) struct Forward<'a> {

@@ -67,7 +67,7 @@ fn leaving_while_the_endpoint_thinks_is_passed_on_at_once(io: Io) {
     passed_on(client.leave(), &told);
     rig.settled();
     assert_eq!(rig.counts.get("left wait"), 1);
-    assert_eq!(*rig.fake.events.lock(), [Event::ClientLeft(Phase::Wait)]);
+    assert_eq!(*rig.fake.events.lock(), [Event::ClientLeft { position: Some(0), phase: Phase::Wait }]);
 }
 
 fn leaving_while_the_answer_streams_is_passed_on_at_once(io: Io) {

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::on_both_back_ends;
-use super::rig::{Endpoint, Rig, get, letter, ok, post};
+use super::rig::{Endpoint, PATIENCE, Rig, eventually, get, letter, ok, post};
 use crate::clock;
 use crate::proxy::{ConnectFailure, Event, Haste, Io};
 
@@ -21,6 +21,8 @@ on_both_back_ends![
     limits_cut_an_answer_that_stands_still,
     a_panic_costs_one_connection,
     heavy_decisions_leave_the_data_thread_alone,
+    others_are_served_while_every_decision_thread_is_busy,
+    a_decision_that_holds_the_thread_is_noticed_and_one_on_the_pool_does_not,
     a_decision_that_takes_too_long_is_made_without_the_prompt,
 ];
 
@@ -111,7 +113,7 @@ fn a_request_that_may_have_started_is_never_sent_again(io: Io) {
         let answer = client.ask(&post(b"{}"));
         assert_eq!((answer.status(), answer.own_code().as_str()), (502, "backend_died"));
         assert_eq!((endpoint.connections(), spare.connections()), (1, 0));
-        assert_eq!(*rig.fake.events.lock(), [Event::Died { position: 0 }, Event::Replied { status: 502 }]);
+        assert_eq!(*rig.fake.events.lock(), [Event::Died { position: 0, status: 502 }]);
         assert_eq!(client.ask(&get("/nobody")).status(), 404, "the client's connection goes on");
     }
     // On a reused connection: once a byte of the answer has come, and on the fresh one that replaced it.
@@ -235,7 +237,7 @@ fn each_limit_has_its_code(io: Io) {
     let answer = rig.client().ask(&post(b"{}"));
     assert_eq!((answer.status(), answer.own_code().as_str()), (504, "total_timeout"));
     let timeouts =
-        rig.fake.events.lock().iter().filter(|event| matches!(event, Event::TimedOut { position: 0 })).count();
+        rig.fake.events.lock().iter().filter(|event| matches!(event, Event::TimedOut { position: 0, .. })).count();
     assert_eq!(timeouts, 2);
     // A client that says nothing is closed without a word.
     let start = clock::now();
@@ -313,6 +315,59 @@ fn heavy_decisions_leave_the_data_thread_alone(io: Io) {
     assert!(slow.answer().body == body);
     assert_eq!(rig.counts.get("offloaded"), 1);
     assert!(rig.fake.hasty.lock().is_empty());
+}
+
+fn others_are_served_while_every_decision_thread_is_busy(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            wire.send(&ok(&request.body));
+        }
+    });
+    let rig = Rig::with(io, &[endpoint.address], |config| {
+        config.decision_budget = PATIENCE;
+        config.decision_threads = 2;
+    });
+    rig.fake.heavy_from.store(10_000, Ordering::SeqCst);
+    let shut = rig.fake.gate.write();
+    // Two are being decided, two more wait for a thread.
+    let mut heavy: Vec<_> = (0..4).map(|_| rig.client()).collect();
+    for (number, client) in heavy.iter_mut().enumerate() {
+        client.send(&post(&vec![letter(number); 400_000]));
+    }
+    eventually("all are handed over", || rig.counts.get("offloaded") == 4);
+    eventually("two are under way", || rig.fake.begun.load(Ordering::SeqCst) == 2);
+    let mut light: Vec<_> = (0..10).map(|_| rig.client()).collect();
+    for number in 0..100 {
+        let body = number.to_string();
+        assert_eq!(light[number % 10].ask(&post(body.as_bytes())).body, body.as_bytes());
+    }
+    assert_eq!(rig.fake.begun.load(Ordering::SeqCst), 2);
+    assert!(rig.fake.bodies.lock().iter().flatten().all(|body| body.len() < 10_000), "no heavy one is decided yet");
+    drop(shut);
+    for (number, client) in heavy.iter_mut().enumerate() {
+        assert!(client.answer().body == vec![letter(number); 400_000]);
+    }
+    assert_eq!((rig.fake.begun.load(Ordering::SeqCst), rig.counts.get("offloaded")), (4, 4));
+    assert!(rig.fake.hasty.lock().is_empty());
+}
+
+fn a_decision_that_holds_the_thread_is_noticed_and_one_on_the_pool_does_not(io: Io) {
+    let endpoint = Endpoint::answering(b"fine");
+    let rig = Rig::with(io, &[endpoint.address], |config| config.decision_budget = PATIENCE);
+    let ticks = |count| eventually("ticks", || rig.counts.get("ticks") >= count);
+    ticks(3);
+    let busy = rig.counts.get("busy ticks");
+    ticks(rig.counts.get("ticks") + 3);
+    assert_eq!(rig.counts.get("busy ticks"), busy, "nobody has asked for anything");
+    *rig.fake.decision_takes.lock() = Duration::from_millis(300);
+    rig.fake.heavy.store(true, Ordering::SeqCst);
+    assert_eq!(rig.client().ask(&post(b"{}")).body, b"fine");
+    ticks(rig.counts.get("ticks") + 3);
+    assert!(rig.counts.get("busy ticks") > busy && rig.counts.get("longest hold") < 300);
+    rig.fake.heavy.store(false, Ordering::SeqCst);
+    assert_eq!(rig.client().ask(&post(b"{}")).body, b"fine");
+    ticks(rig.counts.get("ticks") + 3);
+    assert!(rig.counts.get("longest hold") >= 300);
 }
 
 fn a_decision_that_takes_too_long_is_made_without_the_prompt(io: Io) {

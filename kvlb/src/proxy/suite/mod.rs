@@ -7,11 +7,14 @@ mod abort;
 mod basics;
 mod bodies;
 mod descriptors;
+mod endings;
 mod failure;
+mod fields;
 mod framing;
 mod lifecycle;
 pub(super) mod rig;
 mod streams;
+mod usage;
 
 /// Mounts tests that take an [`Io`](super::Io) once for each back end.
 macro_rules! on_both_back_ends {

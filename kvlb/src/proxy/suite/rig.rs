@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::clock;
 use crate::fleet::Limits;
@@ -40,17 +40,27 @@ pub(in crate::proxy) struct Fake {
     pub(super) inspect: Mutex<Option<usize>>,
     pub(super) limits: Mutex<Limits>,
     pub(super) half_close: AtomicBool,
+    pub(super) usage: AtomicBool,
     pub(super) heavy: AtomicBool,
+    /// Bodies from this size on are heavy.
+    pub(super) heavy_from: AtomicUsize,
+    /// Heavy decisions begun; they do not end while the gate is shut.
+    pub(super) begun: AtomicUsize,
+    pub(super) gate: RwLock<()>,
     pub(super) decision_takes: Mutex<Duration>,
     pub(super) panics: AtomicBool,
     pub(super) retries_left: AtomicI64,
     /// Requests in flight, by endpoint.
     pub(super) load: [Arc<AtomicUsize>; 4],
     pub(super) events: Arc<Mutex<Vec<Event>>>,
+    /// What each call that is over was asked and told.
+    pub(super) told: Mutex<Vec<Told>>,
     /// Bodies as the decision saw them; `Err` is the word for an unseen one.
     pub(super) bodies: Mutex<Vec<Result<Vec<u8>, &'static str>>>,
     pub(super) hasty: Mutex<Vec<Haste>>,
     pub(super) fields: Mutex<Vec<u8>>,
+    /// Fields of the request, by endpoint.
+    pub(super) request_fields: Mutex<[&'static str; 4]>,
     pub(super) rules_with_models: Mutex<Vec<usize>>,
 }
 
@@ -61,15 +71,21 @@ impl Fake {
             inspect: Mutex::new(Some(32 << 20)),
             limits: Mutex::default(),
             half_close: AtomicBool::new(false),
+            usage: AtomicBool::new(true),
             heavy: AtomicBool::new(false),
+            heavy_from: AtomicUsize::new(usize::MAX),
+            begun: AtomicUsize::new(0),
+            gate: RwLock::default(),
             decision_takes: Mutex::default(),
             panics: AtomicBool::new(false),
             retries_left: AtomicI64::new(i64::MAX),
             load: std::array::from_fn(|_| Arc::default()),
             events: Arc::default(),
+            told: Mutex::default(),
             bodies: Mutex::default(),
             hasty: Mutex::default(),
             fields: Mutex::default(),
+            request_fields: Mutex::default(),
             rules_with_models: Mutex::default(),
         }
     }
@@ -79,7 +95,59 @@ impl Fake {
     }
 
     fn call(self: &Arc<Self>, only: Option<usize>) -> FakeCall {
-        FakeCall { fake: Arc::clone(self), only }
+        FakeCall { fake: Arc::clone(self), only, told: Told::default() }
+    }
+}
+
+/// What one call was asked and told.
+#[derive(Clone, Debug, Default)]
+pub(in crate::proxy) struct Told {
+    /// The endpoints that it named.
+    pub(super) chosen: Vec<usize>,
+    pub(super) events: Vec<Event>,
+}
+
+impl Told {
+    /// Whether the promise of [`Event`] was kept.
+    fn is_sound(&self) -> bool {
+        let Some((last, before)) = self.events.split_last() else { return self.chosen.is_empty() };
+        let (mut passed_over, mut busy, mut answered) = (Vec::new(), Vec::new(), Vec::new());
+        for event in before {
+            match *event {
+                Event::ConnectFailed { position, .. } | Event::Unasked { position } | Event::Lost { position } => {
+                    passed_over.push(position);
+                }
+                Event::Busy { position, .. } => {
+                    busy.push(position);
+                    passed_over.push(position);
+                }
+                Event::Answered { position, .. } => answered.push(position),
+                _ => return false,
+            }
+        }
+        let position = match *last {
+            Event::Finished { position, .. }
+            | Event::Died { position, .. }
+            | Event::BrokeOff { position }
+            | Event::TimedOut { position, .. } => Some(position),
+            Event::ClientLeft { position, .. } | Event::Replied { position, .. } | Event::CutOff { position } => {
+                position
+            }
+            _ => return false,
+        };
+        // Every endpoint that was named is accounted for: passed over, or the one that the last event names.
+        let at_last = self.chosen.strip_prefix(&passed_over[..]);
+        let is_accounted_for = match (at_last, position) {
+            (Some([only]), Some(position)) => *only == position,
+            (Some([]), Some(position)) => busy.contains(&position),
+            (Some([]), None) => true,
+            _ => false,
+        };
+        let from_answer = matches!(last, Event::Finished { .. } | Event::BrokeOff { .. });
+        is_accounted_for
+            && answered.len() <= 1
+            && answered.iter().all(|answered| Some(*answered) == position)
+            && (!from_answer || answered.len() == 1)
     }
 }
 
@@ -101,12 +169,17 @@ impl Backplane for FakePlane {
         Ok(Survey { inspect: *self.0.inspect.lock(), body_limit: self.0.limits.lock().request_body })
     }
 
-    fn is_heavy(&self, _request: &Request) -> bool {
-        self.0.heavy.load(Ordering::SeqCst)
+    fn is_heavy(&self, request: &Request) -> bool {
+        let from = self.0.heavy_from.load(Ordering::SeqCst);
+        self.0.heavy.load(Ordering::SeqCst) || matches!(request.body(), Body::Whole(body) if body.len() >= from)
     }
 
     fn begin(&self, request: &Request) -> Result<FakeCall, Reply> {
         assert!(!self.0.panics.load(Ordering::SeqCst), "on purpose");
+        if self.is_heavy(request) {
+            self.0.begun.fetch_add(1, Ordering::SeqCst);
+            drop(self.0.gate.read());
+        }
         let takes = *self.0.decision_takes.lock();
         if !takes.is_zero() {
             std::thread::sleep(takes);
@@ -132,6 +205,13 @@ impl Backplane for FakePlane {
 pub(in crate::proxy) struct FakeCall {
     fake: Arc<Fake>,
     only: Option<usize>,
+    told: Told,
+}
+
+impl Drop for FakeCall {
+    fn drop(&mut self) {
+        self.fake.told.lock().push(std::mem::take(&mut self.told));
+    }
 }
 
 /// Counts a request as in flight while it lives.
@@ -152,6 +232,7 @@ impl Call for FakeCall {
             limits: *self.fake.limits.lock(),
             forwarded_headers: true,
             client_half_close: self.fake.half_close.load(Ordering::SeqCst),
+            usage: self.fake.usage.load(Ordering::SeqCst),
         }
     }
 
@@ -159,12 +240,14 @@ impl Call for FakeCall {
         let endpoints = self.fake.endpoints.lock();
         let allowed = |position: &usize| !tried.contains(position) && self.only.is_none_or(|only| only == *position);
         let position = (0..endpoints.len()).find(allowed)?;
+        self.told.chosen.push(position);
         let load = &self.fake.load[position];
         load.fetch_add(1, Ordering::SeqCst);
         Some(Target {
             position,
             addresses: Addresses(Arc::new(vec![endpoints[position]])),
             fields: self.fake.fields.lock().clone(),
+            request_fields: self.fake.request_fields.lock()[position].as_bytes().to_vec(),
             guard: Guard(Arc::clone(load)),
         })
     }
@@ -174,6 +257,7 @@ impl Call for FakeCall {
     }
 
     fn report(&mut self, event: Event) {
+        self.told.events.push(event);
         self.fake.events.lock().push(event);
     }
 }
@@ -235,6 +319,10 @@ impl Meter for Counts {
         counts.insert("body bytes held".to_owned(), pulse.body_bytes_held as u64);
         counts.insert("buffers".to_owned(), pulse.buffer_bytes as u64);
         *counts.entry("ticks".to_owned()).or_default() += 1;
+        *counts.entry("busy ticks".to_owned()).or_default() += u64::from(pulse.held.is_some());
+        let held = u64::try_from(pulse.held.unwrap_or_default().as_millis()).unwrap();
+        let longest = counts.entry("longest hold".to_owned()).or_default();
+        *longest = held.max(*longest);
     }
 }
 
@@ -309,6 +397,9 @@ impl Drop for Rig {
         }
         if !std::thread::panicking() {
             assert_eq!(self.fake.in_flight(), 0, "requests still count as in flight");
+            let told = self.fake.told.lock();
+            let unsound = told.iter().find(|told| !told.is_sound());
+            assert!(unsound.is_none(), "a call was not told how its request ended: {unsound:?}");
         }
     }
 }
@@ -512,6 +603,17 @@ impl Wire {
             assert!(self.fill(), "the connection ended after {} of {count} bytes", self.buffer.len());
         }
         self.take(count)
+    }
+
+    /// Drops so many bytes; false where the connection ends before.
+    pub(super) fn skip(&mut self, count: usize) -> bool {
+        while self.buffer.len() < count {
+            if !self.fill() {
+                return false;
+            }
+        }
+        self.take(count);
+        true
     }
 
     /// Everything up to and with `end`; `None` where the connection ends before its first byte.

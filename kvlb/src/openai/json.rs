@@ -68,7 +68,7 @@ impl Json {
             Self::Bool(flag) => out.push_str(if *flag { "true" } else { "false" }),
             Self::Int(int) => out.push_str(&int.to_string()),
             Self::Float(float) if *float == 0.0 || PLAIN_FLOATS.contains(&float.abs()) => {
-                out.push_str(&format!("{float:?}"));
+                out.push_str(&serde_json::Value::from(*float).to_string());
             }
             Self::Float(_) => return false,
             Self::Text(text) => write_text(text, out),

@@ -3,6 +3,8 @@
 //! Source: vLLM 0.32.0, `ResponsesRequest` with the `openai` package's types, and `construct_input_messages`. Answers that
 //! the engine keeps are its own, so a request that goes on from one is a miss.
 
+use serde_json::value::RawValue;
+
 use super::body::{self, Fields};
 use super::chat::{self, Object, object};
 use super::json::Json;
@@ -48,8 +50,8 @@ pub(super) fn chat(fields: &Fields<'_>) -> Result<Chat, Miss> {
 /// Unlike a chat's, the tokens of this API get the special ones that the tokenizer adds, also where the template has
 /// written them already.
 pub(super) fn token_options(fields: &Fields<'_>) -> Result<TokenOptions, Miss> {
-    let reserve = usize::from(!matches!(fields.max_output_tokens.map(|limit| limit.get()), None | Some("0")));
-    let truncate = match fields.truncation.map(|truncation| truncation.get()) {
+    let reserve = usize::from(!matches!(fields.max_output_tokens.map(RawValue::get), None | Some("0")));
+    let truncate = match fields.truncation.map(RawValue::get) {
         None | Some("\"disabled\"") => None,
         Some("\"auto\"" | "null") => Some(Truncate::ToModel { reserve }),
         Some(_) => return Err(Unsupported::Options.into()),
@@ -105,7 +107,9 @@ fn message(mut item: Object) -> Result<Message, Miss> {
     }
     if is_assistant {
         // Nothing but its text is kept.
-        content.iter_mut().for_each(|part| part.extra.clear());
+        for part in &mut content {
+            part.extra.clear();
+        }
         return Ok(Message { role, content, ..Message::default() });
     }
     if role == "developer" && item.has("tools") {

@@ -54,17 +54,19 @@ impl Habits {
     pub(super) fn show<'c>(&self, chat: &'c Chat) -> Result<Shown<'c>, Miss> {
         let messages = match chat.api {
             Api::Messages if chat.messages.iter().skip(1).any(is_system) => {
-                match self.system_first.ok_or(Miss::InlineSystem)? {
-                    true => Cow::Owned(system_first(&chat.messages)),
-                    false => Cow::Borrowed(chat.messages.as_slice()),
+                if self.system_first.ok_or(Miss::InlineSystem)? {
+                    Cow::Owned(system_first(&chat.messages))
+                } else {
+                    Cow::Borrowed(chat.messages.as_slice())
                 }
             }
             Api::Responses if self.one_message_a_turn => Cow::Owned(one_message_a_turn(&chat.messages)),
             _ => Cow::Borrowed(chat.messages.as_slice()),
         };
-        let effort = match chat.thinking_off {
-            true => Some(self.least_effort.ok_or(Miss::Thinking)?),
-            false => chat.reasoning_effort.as_deref(),
+        let effort = if chat.thinking_off {
+            Some(self.least_effort.ok_or(Miss::Thinking)?)
+        } else {
+            chat.reasoning_effort.as_deref()
         };
         Ok(Shown { chat, messages, effort })
     }

@@ -408,19 +408,17 @@ mod tests {
 
     #[test]
     fn tools_are_bounded_in_what_they_become() {
-        let mut schema = json!({"type": "object", "properties": {}});
-        for _level in 0..40 {
-            let inner = std::mem::replace(&mut schema, json!({"type": "object", "properties": {}}));
-            for number in 0..2 {
-                schema["properties"][format!("p{number}")] = inner.clone();
+        // Deep inside each property is indented by hundreds of spaces.
+        let with_leaves = |leaves: usize| {
+            let names = (0..leaves).map(|number| (format!("p{number}"), json!({})));
+            let mut schema = json!({"type": "object", "properties": names.collect::<serde_json::Map<_, _>>()});
+            for _level in 0..100 {
+                schema = json!({"type": "object", "properties": {"x": schema}});
             }
-            if serde_json::to_string(&schema).unwrap().len() > 1 << 20 {
-                break;
-            }
-        }
-        let tool = json!({"type": "function", "function": {"name": "f", "parameters": schema}});
-        let tools = Some(vec![serde_json::from_value(tool).unwrap()]);
-        let rendered = render(&Chat { tools, ..chat(vec![message("user", "x")]) });
-        assert!(rendered == Err(Miss::TooLong) || rendered.unwrap().len() < 10 << 20);
+            let tool = json!({"type": "function", "function": {"name": "f", "parameters": schema}});
+            Chat { tools: Some(vec![serde_json::from_value(tool).unwrap()]), ..chat(vec![message("user", "x")]) }
+        };
+        assert!(render(&with_leaves(100)).unwrap().len() > 100 * 400);
+        assert_eq!(render(&with_leaves(25_000)), Err(Miss::TooLong));
     }
 }

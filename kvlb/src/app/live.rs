@@ -199,6 +199,11 @@ fn trouble(staged: &Staged) -> Option<String> {
         Staged::Ready(tokenizer) => tokenizer,
     };
     let status = tokenizer.status();
+    if tokenizer.is_heavy() {
+        return Some(
+            "the chat template does so much work that prompts are read aside, and late ones are not named".to_owned(),
+        );
+    }
     if let Some(miss) = status.text {
         return Some(format!("prompts cannot become tokens exactly ({})", miss.detail()));
     }

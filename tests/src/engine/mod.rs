@@ -263,7 +263,16 @@ impl Engine {
             // Aborted or ended: either way its sockets are gone.
             drop(handle.await);
         }
-        let gates = RankGates::again(&self.inherited, self.addresses, number)?;
+        let mut gates = RankGates::again(&self.inherited, self.addresses, number);
+        // A subscriber's own task ends a moment after the socket's.
+        for _ in 0..100 {
+            if gates.is_ok() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            gates = RankGates::again(&self.inherited, self.addresses, number);
+        }
+        let gates = gates?;
         let (rank, handles) = self.rank_tasks(number, gates);
         if let Some(tasks) = &mut self.running {
             tasks.life.replace(rank);

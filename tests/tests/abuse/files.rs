@@ -239,7 +239,8 @@ async fn templates_that_never_end_or_make_no_sense_cost_a_miss_and_hold_nobody()
             (!reason.contains("loading")).then_some(reason)
         };
         let reason = until_some(SOON, &format!("{name}: the template is looked at"), missed).await.unwrap();
-        assert!(reason.contains("template"), "{name}: {reason}");
+        // One that burns all its fuel is filled aside, and may take longer than a choice waits.
+        assert!(reason.contains("template") || reason.contains("budget"), "{name}: {reason}");
         let memory = stage.memory();
         assert!(memory < 512 << 20, "{name}: {memory} bytes");
     }

@@ -210,9 +210,9 @@ async fn a_rule_that_engines_contradict_is_accepted_and_says_so_at_once() {
     let body = rule(8080, &engines, &json!({}));
     let (status, answer) = kvlb.api("POST", "/netlox/v1/config/loadbalancer", Some(&body)).await.unwrap();
     assert_eq!((status, &answer["change"]), (200, &json!("created")));
-    let notes = answer["notes"].to_string();
+    let said = answer["notes"].to_string();
     assert!(
-        notes.contains("block_size: engine 32, rule 16") && notes.contains("algorithm: engine xxhash_cbor"),
+        said.contains("block_size: engine 32, rule 16") && said.contains("algorithm: engine xxhash_cbor"),
         "{answer}"
     );
     let id = answer["id"].as_u64().unwrap();

@@ -31,8 +31,9 @@ fn what_it_says_to_take_is_what_it_takes() {
             break;
         }
         assert!(number < 10_000, "{:?}", memory.usage());
-        let text: String =
-            (0..1000).map(|line| format!("Line {line} of text {number}, about nothing much.\n")).collect();
+        let lines: Vec<_> =
+            (0..1000).map(|line| format!("Line {line} of text {number}, about nothing much.")).collect();
+        let text = lines.join("\n");
         let naming = Naming { spaces: &spaces, memory: &memory, new_bytes_max: usize::MAX };
         tokenizer.names(&Input::Text(text), &TokenOptions::default(), &Limits::default(), naming).unwrap();
     }

@@ -14,7 +14,7 @@ async fn is_served_in_parity(engine: EngineConfig, seeds: Seeds) {
     let word = engine.prefix_caching_hash_algo.label();
     let engines = ["a", "b"].map(|name| EngineConfig { name: name.to_owned(), ..engine.clone() }).to_vec();
     let rule = json!({"kvHashAlgo": word, "kvKeying": "parity"});
-    let fleet = Fleet::start(Setup { engines, rule, seeds, ..Setup::default() }).await.unwrap();
+    let fleet = Fleet::start(Setup { engines, seeds, rule, ..Setup::default() }).await.unwrap();
     for owner in [1, 0] {
         // Numbers on both sides of each length that pickle writes an integer in.
         let base: u32 = if owner == 0 { 200 } else { 65_500 };

@@ -399,8 +399,8 @@ impl Errand {
             return;
         }
         let (all, now) = (&self.service.expectations, clock::now());
-        let names = named.prompts.iter().map(|prompt| prompt.names[space].as_slice());
-        self.expectations.extend(names.filter_map(|names| all.add(endpoint.meters.id, names, now)));
+        let prompts = named.prompts.iter().map(|prompt| prompt.names[space].as_slice());
+        self.expectations.extend(prompts.filter_map(|names| all.add(endpoint.meters.id, names, now)));
     }
 
     fn answered(&mut self) {

@@ -215,8 +215,8 @@ fn trouble(staged: &Staged) -> Option<String> {
 /// A request's prompts with the names of their blocks, each of which is shown in the way of the first endpoint's.
 fn prompts(seen: &desk::Seen, decision: &Decision) -> Vec<PromptView> {
     let prompt = |(position, shape): (usize, &PromptShape)| {
-        let named = seen.named.as_ref().ok().and_then(|named| named.prompts.get(position));
-        let names = named.and_then(|prompt| prompt.names.first());
+        let prompt = seen.named.as_ref().ok().and_then(|named| named.prompts.get(position));
+        let names = prompt.and_then(|prompt| prompt.names.first());
         let tokens = seen.tokens.get(position);
         PromptView {
             tokens: shape.tokens,

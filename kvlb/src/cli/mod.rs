@@ -187,7 +187,7 @@ enum Command {
     /// Show what would become of a request
     Explain(Explain),
     /// Compare engines with a rule, or with flags, leg by leg; changes nothing
-    Preflight(preflight::Preflight),
+    Preflight(Box<preflight::Preflight>),
     /// Send two small requests through a rule and see whether its KV tier serves them
     Verify(verify::Verify),
     /// Write all rules to a file

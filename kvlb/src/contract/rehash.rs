@@ -43,7 +43,9 @@ impl Rehash {
         for token in tokens {
             input.extend_from_slice(&token.0.to_le_bytes());
         }
-        keys.iter().for_each(|key| write_key(input, key));
+        for key in keys {
+            write_key(input, key);
+        }
         BlockHash(xxh3_64_with_seed(input, self.secret))
     }
 }

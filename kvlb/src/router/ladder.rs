@@ -133,15 +133,15 @@ pub fn name(
         return Err(Miss::new(Reason::ModelEmpty));
     }
     let extra = |space: &Space| Extra { cache_salt: prompt.cache_salt.clone(), lora: space.lora.clone() };
-    let (spaces, named): (Vec<_>, Vec<_>) = match nameable(spaces, extra) {
+    let (spaces, ways): (Vec<_>, Vec<_>) = match nameable(spaces, extra) {
         Ok(spaces) => spaces.into_iter().unzip(),
         // What is not known of the tokens comes first in the document's order.
         Err(miss) => return tokens(prompt, tokenizer, limits).and(Err(miss)),
     };
-    let naming = tokenize::Naming { spaces: &named, memory, new_bytes_max: usize::MAX };
+    let naming = tokenize::Naming { spaces: &ways, memory, new_bytes_max: usize::MAX };
     let names = |input: &Input| match (input, tokenizer) {
         (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => {
-            Ok(tokenize::Names::of_tokens(&ids[..ids.len().min(limits.max_tokens)], &named)?)
+            Ok(tokenize::Names::of_tokens(&ids[..ids.len().min(limits.max_tokens)], &ways)?)
         }
         (input, Ok(tokenizer)) => Ok(tokenizer.names(input, &prompt.options, limits, naming)?),
         (_, Err(detail)) => Err(Miss::because(Reason::Tokenize, detail)),
@@ -152,8 +152,11 @@ pub fn name(
     Ok(Named { spaces, prompts })
 }
 
+/// A key space, and what enters names there besides tokens.
+type Way = (KeySpace, Extra);
+
 /// The key spaces that have names for such a prompt, each with what enters them.
-fn nameable(spaces: Vec<Space>, extra: impl Fn(&Space) -> Extra) -> Result<Vec<(Space, (KeySpace, Extra))>, Miss> {
+fn nameable(spaces: Vec<Space>, extra: impl Fn(&Space) -> Extra) -> Result<Vec<(Space, Way)>, Miss> {
     if spaces.is_empty() {
         return Err(Miss::because(Reason::Hashes, "unprovable"));
     }

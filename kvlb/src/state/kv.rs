@@ -370,7 +370,7 @@ impl EndpointKv {
     pub fn key_space(&self) -> Option<KeySpace> {
         match **self.names.load() {
             Names::Engine => self.hasher.provable().then(|| self.hasher.key_space(self.era())),
-            Names::Ours(size) => Some(KeySpace::rehash(self.rehash, size.unwrap_or(self.hasher.block_size()))),
+            Names::Ours(size) => Some(KeySpace::rehash(self.rehash, size.unwrap_or_else(|| self.hasher.block_size()))),
         }
     }
 
@@ -473,7 +473,7 @@ impl EndpointKv {
         let mut all = self.aliases.lock();
         let size = match (event, size) {
             (Event::Stored(stored), None) => self.learn_size(stored),
-            (_, size) => size.unwrap_or(self.hasher.block_size()),
+            (_, size) => size.unwrap_or_else(|| self.hasher.block_size()),
         };
         let aliases = all.entry(slot).or_insert_with(|| Aliases::new(self.rehash, size));
         let holds = |name| self.index.holds_copy(slot, name);
@@ -513,7 +513,7 @@ impl EndpointKv {
         if let Some(size) = announced {
             self.names.store(Arc::new(Names::Ours(Some(size))));
         }
-        announced.unwrap_or(self.hasher.block_size())
+        announced.unwrap_or_else(|| self.hasher.block_size())
     }
 
     /// Empties what a feed told of. A new engine life may also run with other flags, so its contract is open again; gives

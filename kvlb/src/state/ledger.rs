@@ -96,7 +96,7 @@ mod tests {
     fn one_lucky_request_does_not_hide_the_others() {
         let ledger = Ledger::default();
         ledger.enter(entry(64, 100_000));
-        assert!((1..WINDOW).map(|_| ledger.enter(entry(64, 0))).any(|doubt| doubt));
+        assert!((1..WINDOW).any(|_| ledger.enter(entry(64, 0))));
         ledger.enter(entry(64, 0));
         ledger.start_over();
         assert!((1..WINDOW).all(|_| !ledger.enter(entry(64, 0))));

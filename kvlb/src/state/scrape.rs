@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::IntCounterVec;
 use prometheus::core::Collector as _;
+use prometheus::proto::MetricFamily;
 
 use super::kv::EndpointKv;
 use super::{Endpoint, Service, State, Table};
@@ -77,7 +78,7 @@ fn forget_requests(metrics: &Metrics, table: &Table) {
         (&metrics.observed_tokens, &["service"]),
     ];
     for (counters, names) in families {
-        for series in counters.collect().iter().flat_map(|family| family.get_metric()) {
+        for series in counters.collect().iter().flat_map(MetricFamily::get_metric) {
             let label = |name: &str| {
                 series.get_label().iter().find(|label| label.name() == name).map_or("", |label| label.value())
             };

@@ -120,7 +120,9 @@ fn corpus() -> String {
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut corpus = Vec::new();
-    ["docs", "kvlb/src", "tests/tests"].iter().for_each(|folder| add(&root.join(folder), &mut corpus));
+    for folder in ["docs", "kvlb/src", "tests/tests"] {
+        add(&root.join(folder), &mut corpus);
+    }
     corpus.sort();
     corpus.into_iter().map(|(_, text)| text).collect()
 }
@@ -222,8 +224,8 @@ impl Bench {
         let memory = Texts::new(MEMORY_BYTES, 1);
         let step = (self.corpus.len() - self.text.len()) / PROMPTS;
         let sight = |number: usize| {
-            let from = (number * step..).find(|at| self.corpus.is_char_boundary(*at)).unwrap_or(0);
-            let end = (from + self.text.len()..).find(|at| self.corpus.is_char_boundary(*at)).unwrap_or(from);
+            let from = self.corpus.ceil_char_boundary(number * step);
+            let end = self.corpus.ceil_char_boundary(from + self.text.len());
             let text = Input::Text(self.corpus[from..end].to_owned());
             once(|| self.names(&text, &memory))
         };
@@ -234,9 +236,8 @@ impl Bench {
         let memory = Texts::new(MEMORY_BYTES, 1);
         self.names(&Input::Text(self.text.clone()), &memory);
         let tail = |number: usize| {
-            let from =
-                (self.corpus.len() / 2 + number * 331..).find(|at| self.corpus.is_char_boundary(*at)).unwrap_or(0);
-            let end = (from + TAIL..).find(|at| self.corpus.is_char_boundary(*at)).unwrap_or(from);
+            let from = self.corpus.ceil_char_boundary(self.corpus.len() / 2 + number * 331);
+            let end = self.corpus.ceil_char_boundary(from + TAIL);
             let text = Input::Text(format!("{}{}", self.text, &self.corpus[from..end]));
             once(|| self.names(&text, &memory))
         };

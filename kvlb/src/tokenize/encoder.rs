@@ -50,12 +50,14 @@ impl Encoder {
             return quick;
         };
         match Fast::new(&self.reference) {
-            Ok(fast) => match texts.iter().zip(&answers).find(|(text, answer)| !answer.is_of(&fast, text)) {
-                Some((text, _)) => {
-                    quick.backend = Backend::Reference(format!("the fast tokenizer differs on {text:?}"))
+            Ok(fast) => {
+                let differs = texts.iter().zip(&answers).find(|(text, answer)| !answer.is_of(&fast, text));
+                if let Some((text, _)) = differs {
+                    quick.backend = Backend::Reference(format!("the fast tokenizer differs on {text:?}"));
+                } else {
+                    (quick.fast, quick.backend) = (Some(Arc::new(fast)), Backend::Fast);
                 }
-                None => (quick.fast, quick.backend) = (Some(Arc::new(fast)), Backend::Fast),
-            },
+            }
             Err(error) => quick.backend = Backend::Reference(format!("no fast tokenizer: {error}")),
         }
         quick.around = answers

@@ -202,13 +202,12 @@ impl Tokenizer {
         };
         let memory = naming.memory;
         let mut key = self.first_key(special, naming);
-        let mut link = match memory.recall(key) {
-            Some(link) => link,
-            None => {
-                let link = Arc::new(Link::first(naming.spaces, &around.before)?);
-                memory.keep(key, Arc::clone(&link));
-                link
-            }
+        let mut link = if let Some(link) = memory.recall(key) {
+            link
+        } else {
+            let link = Arc::new(Link::first(naming.spaces, &around.before)?);
+            memory.keep(key, Arc::clone(&link));
+            link
         };
         let mut names = Names { names: vec![Vec::new(); naming.spaces.len()], ..Names::default() };
         names.add(&link);
@@ -218,17 +217,16 @@ impl Tokenizer {
                 break;
             }
             key = next_key(key, part, memory.seed());
-            link = match memory.recall(key) {
-                Some(known) => known,
-                None => {
-                    if names.new_bytes == 0 && rest > naming.new_bytes_max {
-                        return Err(NameError::Work { new_bytes: rest });
-                    }
-                    let new = Arc::new(link.next(&self.encoder.ids(part, false)?));
-                    names.new_bytes += part.len();
-                    memory.keep(key, Arc::clone(&new));
-                    new
+            link = if let Some(known) = memory.recall(key) {
+                known
+            } else {
+                if names.new_bytes == 0 && rest > naming.new_bytes_max {
+                    return Err(NameError::Work { new_bytes: rest });
                 }
+                let new = Arc::new(link.next(&self.encoder.ids(part, false)?));
+                names.new_bytes += part.len();
+                memory.keep(key, Arc::clone(&new));
+                new
             };
             names.add(&link);
             rest -= part.len();

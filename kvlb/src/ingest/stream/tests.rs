@@ -416,3 +416,49 @@ proptest! {
         prop_assert_eq!(run.applied, (0..next).map(|seq| (life, seq)).collect::<Vec<_>>());
     }
 }
+
+#[test]
+fn a_story_that_is_told_again_begins_at_the_beginning_and_loses_nothing_live() {
+    let mut run = Run::new(true);
+    run.connect(false).replay(0, 0..=2).live(0, [3, 4]);
+    run.tell(Stream::relearn).live(0, [5, 6]);
+    assert_eq!((run.asked.as_slice(), run.clears.as_slice()), (&[0, 0][..], &[Why::Renamed][..]));
+    run.replay(0, 0..=5);
+    assert_eq!(run.seqs(), [0, 1, 2, 3, 4, 5, 6]);
+    assert_eq!((run.stream.tally().gaps, run.stream.tally().restarts), (0, 0));
+}
+
+#[test]
+fn another_life_is_told_from_the_one_whose_story_broke_off() {
+    let mut run = Run::new(true);
+    run.connect(false).replay(0, 0..=2).live(0, [3]).tell(Stream::relearn);
+    run.stream.disconnected();
+    run.connect(false);
+    assert_eq!(run.asked.last(), Some(&3), "first it is to be known who is there");
+    run.replay(1, 0..=3);
+    assert_eq!(run.clears.last(), Some(&Why::NewLife));
+    run.replay(1, 0..=3);
+    assert_eq!((run.seqs(), run.stream.tally().restarts), (vec![0, 1, 2, 3], 1));
+}
+
+#[test]
+fn the_same_life_tells_its_story_once_more_where_it_broke_off() {
+    let mut run = Run::new(true);
+    run.connect(false).replay(0, 0..=2).live(0, [3]).tell(Stream::relearn);
+    run.stream.disconnected();
+    run.connect(false).replay(0, 3..=4);
+    assert_eq!((run.asked.last(), run.clears.last()), (Some(&0), Some(&Why::Renamed)));
+    run.replay(0, 0..=4).live(0, [5]);
+    assert_eq!((run.seqs(), run.stream.tally().restarts), (vec![0, 1, 2, 3, 4, 5], 0));
+}
+
+#[test]
+fn without_replay_nothing_is_told_again() {
+    let mut run = Run::new(false);
+    run.connect(false).live(0, [0, 1]).tell(Stream::relearn).live(0, [2]);
+    assert_eq!((run.asked.len(), run.clears.len(), run.seqs()), (0, 0, vec![0, 1, 2]));
+    let mut run = Run::new(true);
+    run.connect(false).replay(0, 0..=1).tell(Stream::relearn).fail(false).live(0, [2, 4]);
+    assert_eq!(run.seqs(), [2, 4], "a gap counts from where it had come");
+    assert_eq!(run.stream.tally().gaps, 1);
+}

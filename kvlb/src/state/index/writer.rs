@@ -165,7 +165,9 @@ impl Writer {
         let Some(mut book) = self.books[slot.index()].take() else { return applied };
         let mut standing = book.place(stored);
         #[cfg(test)]
-        if self.has(Defect::IgnoresMedium) || (self.has(Defect::IgnoresGroup) && stored.medium == Default::default()) {
+        if self.has(Defect::IgnoresMedium)
+            || (self.has(Defect::IgnoresGroup) && stored.medium == crate::contract::events::Medium::default())
+        {
             standing = Standing::Counts;
         }
         if standing == Standing::Demote {

@@ -89,6 +89,8 @@ pub struct Counters {
     pub ranks_refused: AtomicU64,
     /// Blocks that have no name of ours because their parent was never announced.
     pub orphans: AtomicU64,
+    /// Copies taken back because the engine cannot have so many: hits that it announced again.
+    pub disproved: AtomicU64,
     /// Times that the engine's own reports gave the mirror the lie.
     pub distrusted: AtomicU64,
 }
@@ -452,6 +454,7 @@ impl EndpointKv {
             count(&counters.removed, applied.removed);
             count(&counters.unknown_removals, applied.unknown);
             count(&counters.evicted, applied.evicted);
+            count(&counters.disproved, applied.disproved);
         }
         changed
     }

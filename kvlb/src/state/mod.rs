@@ -199,7 +199,8 @@ impl State {
         let old = before.service(rule.id);
         // Names of another contract mean nothing: a change of it starts an empty index.
         let kept = old.filter(|old| same_contract(old.rule(), rule));
-        let index = kept.map_or_else(|| Arc::new(index::Index::new(self.index_config())), |old| Arc::clone(&old.index));
+        let index =
+            kept.map_or_else(|| Arc::new(index::Index::new(self.index_config(rule))), |old| Arc::clone(&old.index));
         let endpoints: Vec<_> =
             rule.endpoints.iter().map(|spec| self.endpoint(rule, spec, old, kept, &index)).collect();
         let expectations = old.map_or_else(Arc::default, |old| Arc::clone(&old.expectations));
@@ -271,10 +272,11 @@ impl State {
         }
     }
 
-    fn index_config(&self) -> index::IndexConfig {
+    fn index_config(&self, rule: &Rule) -> index::IndexConfig {
         index::IndexConfig {
             max_blocks: self.config.max_blocks,
             seed: self.config.index_seed,
+            tier_weights: rule.kv.tier_weights,
             ..index::IndexConfig::default()
         }
     }

@@ -139,6 +139,7 @@ fn show_kv(metrics: &Metrics, labels: [&str; 2], place: &str, kv: &EndpointKv) {
         ("unknown", &counters.unknown),
         ("ranks_refused", &counters.ranks_refused),
         ("distrusted", &counters.distrusted),
+        ("disproved", &counters.disproved),
     ] {
         metrics.event_stream.with_label_values(&[labels[0], labels[1], what]).inc_by(read(counter));
     }

@@ -101,7 +101,7 @@ fn extra(body: &Value) -> Extra {
     let salt = body["cache_salt"].as_str().map(str::to_owned);
     let adapter = body["model"].as_str().filter(|model| model.starts_with("lora-"));
     // The path is what `/v1/models` of this engine says: http/get-models-with-lora.response.
-    let lora = adapter.map(|name| Lora { name: name.to_owned(), path: Some(format!("models/{name}")) });
+    let lora = adapter.map(|name| Lora { name: name.to_owned(), path: Some(format!("models/{name}")), number: None });
     Extra { cache_salt: salt, lora }
 }
 
@@ -211,7 +211,7 @@ fn what_requests_computed_is_held_until_a_reset_and_nothing_else_is() {
     }
 }
 
-/// With random bytes for NONE_HASH nobody can work out the names; how many there are, is known all the same.
+/// With random bytes for `NONE_HASH` nobody can work out the names; how many there are, is known all the same.
 #[test]
 fn where_names_cannot_be_worked_out_their_number_can() {
     let recording = Recording::read("small_b16_xxhashcbor_unset_bytes");

@@ -171,7 +171,7 @@ enum Output {
 enum Command {
     /// Run the load balancer
     #[command(after_help = UP_HELP)]
-    Up(UpFlags),
+    Up(Box<UpFlags>),
     /// Create a rule, or give an endpoint a probe of its own
     #[command(subcommand)]
     Create(Box<Create>),

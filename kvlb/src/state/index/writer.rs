@@ -4,7 +4,7 @@ use super::arena::{Arena, HELD, Moved, Place, REMOVED, TOGETHER, View};
 use super::names::Mixer;
 use super::{Applied, IndexConfig, NAMES_PER_GPU_BLOCK, SLOTS_MAX, SlotId, Tiers};
 use crate::contract::BlockHash;
-use crate::contract::events::{Event, Medium, Removed, Stored};
+use crate::contract::events::{Event, Removed, Stored};
 use crate::inventory::{Book, Disproof, Limits, Place as Standing, Removal, Storing, bits};
 
 /// Ways in which a writer can be wrong. The tests are to notice each.
@@ -167,10 +167,12 @@ impl Writer {
     fn store(&mut self, slot: SlotId, stored: &Stored, dropped: &mut Vec<BlockHash>) -> Applied {
         let mut applied = Applied::default();
         let Some(mut book) = self.books[slot.index()].take() else { return applied };
-        let scored = book.scored();
+        let group = book.scored();
         let mut standing = book.place(stored);
         #[cfg(test)]
-        if self.has(Defect::IgnoresMedium) || (self.has(Defect::IgnoresGroup) && stored.medium == Medium::Gpu) {
+        if self.has(Defect::IgnoresMedium)
+            || (self.has(Defect::IgnoresGroup) && stored.medium == crate::contract::events::Medium::Gpu)
+        {
             standing = Standing::Counts;
         }
         if standing == Standing::Demote {
@@ -185,7 +187,7 @@ impl Writer {
                 }
             }
         }
-        if book.scored() != scored {
+        if book.scored() != group {
             self.retier(slot, &book);
         }
         if standing == Standing::Counts {

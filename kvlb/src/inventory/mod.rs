@@ -9,13 +9,14 @@
 
 mod alias;
 mod book;
+mod copies;
 mod cursor;
 mod queue;
 mod score;
 
 pub use alias::Aliases;
-pub use book::{Book, Limits, Place, Removal, Storing};
+pub use book::{Book, Disproof, Limits, Place, Removal, Storing};
 pub use cursor::{Arrival, Cursor};
 pub use queue::Queue;
-pub use score::Scorer;
 pub(crate) use score::bits;
+pub use score::{Credit, Scorer};

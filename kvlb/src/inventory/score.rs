@@ -1,8 +1,13 @@
 //! How much of a prompt each cache holds.
 
+use crate::fleet::TierWeights;
+
 /// Removed blocks in a row that a leading run survives. One removal may be spurious (an engine announces it although
 /// another copy is left) and two are still likelier a lost announcement than a lost prefix; the simulator may revise it.
 pub(super) const REMOVED_RUN_MAX: u32 = 2;
+
+/// The weight of a whole block.
+const WHOLE: u16 = 1000;
 
 /// Bits of the largest block count: a prompt of a million tokens has a million blocks at most.
 const COUNT_BITS: usize = 24;
@@ -109,6 +114,49 @@ impl Scorer {
     }
 }
 
+/// What blocks are worth that only another medium than the accelerator's memory holds.
+///
+/// Such a block neither breaks a leading run nor is it one that counts as held. It adds its weight to the depth instead of
+/// one, or the larger where two media hold it; the sum is rounded down to whole blocks.
+#[derive(Clone, Debug)]
+pub struct Credit {
+    weights: TierWeights,
+    /// What each cache's depth is too large by, in thousandths of a block.
+    lost: [u64; 64],
+    /// The blocks among each cache's count that it holds elsewhere only.
+    elsewhere: [u32; 64],
+}
+
+impl Credit {
+    /// Credits by `weights`.
+    pub const fn new(weights: TierWeights) -> Self {
+        Self { weights, lost: [0; 64], elsewhere: [0; 64] }
+    }
+
+    /// Has `scorer` take the next block: the caches that hold it, those that held and removed it, and those that hold it
+    /// in the host's memory and in storage.
+    pub fn next(&mut self, scorer: &mut Scorer, held: u64, removed: u64, cpu: u64, storage: u64) {
+        let elsewhere = (cpu | storage) & !held;
+        scorer.next(held | elsewhere, removed);
+        for cache in bits(elsewhere) {
+            let weight = |slots: u64, weight: u16| if slots >> cache & 1 == 1 { weight } else { 0 };
+            let weight = weight(cpu, self.weights.cpu).max(weight(storage, self.weights.storage));
+            self.elsewhere[cache] += 1;
+            if scorer.running >> cache & 1 == 1 {
+                self.lost[cache] += u64::from(WHOLE.saturating_sub(weight));
+            }
+        }
+    }
+
+    /// Ends the walk as [`Scorer::finish`] does.
+    pub fn finish(&self, scorer: Scorer, caches: u64, mut report: impl FnMut(usize, u32, u32)) {
+        scorer.finish(caches, |cache, depth, count| {
+            let credited = (u64::from(depth) * u64::from(WHOLE)).saturating_sub(self.lost[cache]) / u64::from(WHOLE);
+            report(cache, u32::try_from(credited).unwrap_or(depth), count - self.elsewhere[cache]);
+        });
+    }
+}
+
 /// The positions of the ones, from the lowest.
 pub(crate) fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
@@ -191,6 +239,34 @@ mod tests {
     #[test]
     fn a_prompt_that_nobody_holds_scores_nothing() {
         assert_eq!(score(&[parse("....."), parse("rr.rr")]), [(0, 0), (0, 0)]);
+    }
+
+    /// Letters as [`parse`] knows them, and `c`, `s` and `b` for blocks in the host's memory, in storage, in both; `C` is
+    /// also held.
+    fn credit(weights: TierWeights, text: &str) -> (u32, u32) {
+        let (mut scorer, mut credit) = (Scorer::default(), Credit::new(weights));
+        for letter in text.chars() {
+            let is = |letters: &str| u64::from(letters.contains(letter));
+            credit.next(&mut scorer, is("hC"), is("r"), is("cbC"), is("sb"));
+        }
+        let mut result = (0, 0);
+        credit.finish(scorer, 1, |_, depth, count| result = (depth, count));
+        result
+    }
+
+    #[test]
+    fn blocks_in_other_media_are_worth_their_weight_and_leave_the_run_whole() {
+        let weights = TierWeights { cpu: 500, storage: 250 };
+        assert_eq!(credit(weights, "hhcc"), (3, 2));
+        assert_eq!(credit(weights, "hhc"), (2, 2), "rounded down");
+        assert_eq!(credit(weights, "ssss"), (1, 0));
+        assert_eq!(credit(weights, "bb"), (1, 0), "the larger weight");
+        assert_eq!(credit(weights, "CC"), (2, 2), "held in the accelerator's memory all the same");
+        assert_eq!(credit(weights, "hcccch"), (4, 2));
+        assert_eq!(credit(weights, "hrrcrrh"), (6, 2), "not a removed block");
+        assert_eq!(credit(weights, "hrrrcch"), (1, 2), "behind a broken run nothing is credited");
+        assert_eq!(credit(weights, "h..c"), (3, 1), "vouched for");
+        assert_eq!(credit(TierWeights { cpu: 1000, storage: 0 }, "hccs"), (3, 1));
     }
 
     proptest! {

@@ -20,8 +20,9 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 
 use crate::contract::BlockHash;
-use crate::contract::events::Event;
-use crate::inventory::Scorer;
+use crate::contract::events::{Event, Medium};
+use crate::fleet::TierWeights;
+use crate::inventory::{Credit, Scorer};
 use arena::{Cell, HELD, REMOVED, View};
 use names::Mixer;
 use writer::Writer;
@@ -74,11 +75,19 @@ pub struct IndexConfig {
     pub removed_max: usize,
     /// Any number; makes the places of names unforeseeable.
     pub seed: u64,
+    /// What a block is worth that only another medium holds. A medium of weight zero costs nothing.
+    pub tier_weights: TierWeights,
 }
 
 impl Default for IndexConfig {
     fn default() -> Self {
-        Self { max_blocks: None, names_max: 10_000_000, removed_max: 1 << 16, seed: 0 }
+        Self {
+            max_blocks: None,
+            names_max: 10_000_000,
+            removed_max: 1 << 16,
+            seed: 0,
+            tier_weights: TierWeights::default(),
+        }
     }
 }
 
@@ -93,6 +102,8 @@ pub struct Applied {
     pub unknown: u32,
     /// Blocks dropped because their slot held too many, and copies refused for that reason.
     pub evicted: u32,
+    /// Copies taken back because the slot had more than its engine can have: hits that were announced again.
+    pub disproved: u32,
 }
 
 /// How much of a prompt one slot holds.
@@ -100,9 +111,10 @@ pub struct Applied {
 pub struct Overlap {
     /// The slot.
     pub slot: SlotId,
-    /// The length of its usable leading run, in blocks (`kvScore: prefix`).
+    /// The length of its usable leading run, in blocks (`kvScore: prefix`). Blocks that only another medium holds add
+    /// their weight ([`IndexConfig::tier_weights`]), and the sum is rounded down.
     pub depth: u32,
-    /// The blocks it holds, wherever they are (`kvScore: count`).
+    /// The blocks it holds in the accelerator's memory, at whatever position (`kvScore: count`).
     pub count: u32,
 }
 
@@ -111,6 +123,40 @@ pub struct Index {
     snapshot: ArcSwap<Snapshot>,
     writer: Mutex<Writer>,
     names: Box<[AtomicUsize]>,
+    tiers: Tiers,
+}
+
+/// The media that have a weight, and the layer of cells that knows what they have.
+#[derive(Clone, Copy, Debug)]
+struct Tiers {
+    weights: TierWeights,
+    cpu: Option<usize>,
+    storage: Option<usize>,
+}
+
+impl Tiers {
+    fn new(weights: TierWeights) -> Self {
+        let cpu = (weights.cpu > 0).then_some(REMOVED + 1);
+        let storage = (weights.storage > 0).then(|| cpu.unwrap_or(REMOVED) + 1);
+        Self { weights, cpu, storage }
+    }
+
+    /// Layers that cells have.
+    fn layers(self) -> usize {
+        1 + self.storage.or(self.cpu).unwrap_or(REMOVED)
+    }
+
+    fn layer(self, medium: Medium) -> Option<usize> {
+        match medium {
+            Medium::Cpu => self.cpu,
+            Medium::Storage => self.storage,
+            Medium::Gpu | Medium::Other => None,
+        }
+    }
+
+    fn media(self) -> impl Iterator<Item = (Medium, usize)> {
+        [Medium::Cpu, Medium::Storage].into_iter().filter_map(move |medium| Some((medium, self.layer(medium)?)))
+    }
 }
 
 /// What readers see.
@@ -129,12 +175,14 @@ impl fmt::Debug for Index {
 impl Index {
     /// An index without slots.
     pub fn new(config: IndexConfig) -> Self {
-        let mut writer = Writer::new(config, Mixer::new(config.seed));
+        let tiers = Tiers::new(config.tier_weights);
+        let mut writer = Writer::new(config, Mixer::new(config.seed), tiers);
         let snapshot = Snapshot { view: writer.arena.view(), slots: writer.slots.clone() };
         Self {
             snapshot: ArcSwap::from_pointee(snapshot),
             writer: Mutex::new(writer),
             names: (0..SLOTS_MAX).map(|_| AtomicUsize::new(0)).collect(),
+            tiers,
         }
     }
 
@@ -168,8 +216,8 @@ impl Index {
         self.apply_noting(slot, event, &mut Vec::new())
     }
 
-    /// As [`Index::apply`]; adds the names that a bound took copies of to `dropped`, which are [`Applied::evicted`] in
-    /// number. Whether any copy is left, [`Index::holds_copy`] says.
+    /// As [`Index::apply`]; adds the names to `dropped` that a bound took copies of. Whether any copy is left of one,
+    /// [`Index::holds_copy`] says.
     pub fn apply_noting(&self, slot: SlotId, event: &Event, dropped: &mut Vec<BlockHash>) -> Applied {
         let mut writer = self.writer.lock();
         let applied = writer.apply(slot, event, dropped);
@@ -236,6 +284,9 @@ impl Index {
     pub fn overlaps(&self, names: &[BlockHash], out: &mut Vec<Overlap>) {
         out.clear();
         let snapshot = self.snapshot.load();
+        if self.tiers.cpu.or(self.tiers.storage).is_some() {
+            return self.overlaps_in_tiers(&snapshot, names, out);
+        }
         // Nearly always there are at most 64 slots, and the one scorer needs no memory of its own.
         let mut first = Scorer::default();
         let mut others = vec![Scorer::default(); snapshot.slots.len() - 1];
@@ -248,6 +299,24 @@ impl Index {
         let scorers = std::iter::once(first).chain(others);
         for ((word, &slots), scorer) in snapshot.slots.iter().enumerate().zip(scorers) {
             scorer.finish(slots, |slot, depth, count| {
+                out.push(Overlap { slot: SlotId::new(64 * word + slot), depth, count });
+            });
+        }
+    }
+
+    #[cold]
+    fn overlaps_in_tiers(&self, snapshot: &Snapshot, names: &[BlockHash], out: &mut Vec<Overlap>) {
+        let fresh = (Scorer::default(), Credit::new(self.tiers.weights));
+        let mut scorers = vec![fresh; snapshot.slots.len()];
+        self.walk(snapshot, names, |cell| {
+            for (word, (scorer, credit)) in scorers.iter_mut().enumerate() {
+                let slots = |layer| cell.slots(word, layer);
+                let [cpu, storage] = [self.tiers.cpu, self.tiers.storage].map(|layer| layer.map_or(0, slots));
+                credit.next(scorer, slots(HELD), slots(REMOVED), cpu, storage);
+            }
+        });
+        for ((word, &slots), (scorer, credit)) in snapshot.slots.iter().enumerate().zip(scorers) {
+            credit.finish(scorer, slots, |slot, depth, count| {
                 out.push(Overlap { slot: SlotId::new(64 * word + slot), depth, count });
             });
         }

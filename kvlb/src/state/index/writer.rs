@@ -2,10 +2,10 @@
 
 use super::arena::{Arena, HELD, Moved, Place, REMOVED, TOGETHER, View};
 use super::names::Mixer;
-use super::{Applied, IndexConfig, NAMES_PER_GPU_BLOCK, SLOTS_MAX, SlotId};
+use super::{Applied, IndexConfig, NAMES_PER_GPU_BLOCK, SLOTS_MAX, SlotId, Tiers};
 use crate::contract::BlockHash;
-use crate::contract::events::{Event, Removed, Stored};
-use crate::inventory::{Book, Limits, Place as Standing, Removal, Storing, bits};
+use crate::contract::events::{Event, Medium, Removed, Stored};
+use crate::inventory::{Book, Disproof, Limits, Place as Standing, Removal, Storing, bits};
 
 /// Ways in which a writer can be wrong. The tests are to notice each.
 #[cfg(test)]
@@ -48,17 +48,19 @@ pub(super) struct Writer {
     pub(super) arena: Arena,
     /// Slots in use, 64 a word.
     pub(super) slots: Vec<u64>,
+    tiers: Tiers,
     books: Vec<Option<Box<Book>>>,
     #[cfg(test)]
     pub(super) defect: Defect,
 }
 
 impl Writer {
-    pub(super) fn new(config: IndexConfig, mixer: Mixer) -> Self {
+    pub(super) fn new(config: IndexConfig, mixer: Mixer, tiers: Tiers) -> Self {
         Self {
             config,
-            arena: Arena::new(mixer, 2),
+            arena: Arena::new(mixer, tiers.layers()),
             slots: vec![0],
+            tiers,
             books: Vec::new(),
             #[cfg(test)]
             defect: Defect::None,
@@ -78,7 +80,7 @@ impl Writer {
             self.arena.widen(self.slots.len());
         }
         let names = self.config.max_blocks.unwrap_or(self.config.names_max).max(1);
-        let book = Book::new(Limits { names, forgotten: self.config.removed_max });
+        let book = Book::new(Limits { names, forgotten: self.config.removed_max, gpu_blocks: None });
         if self.books.len() <= free {
             self.books.resize_with(free + 1, || None);
         }
@@ -103,7 +105,9 @@ impl Writer {
         let names = self.config.max_blocks.unwrap_or_else(|| of_engine.min(self.config.names_max));
         if let Some(book) = self.book(slot) {
             book.set_names_max(names);
+            book.set_gpu_blocks(usize::try_from(gpu_blocks).unwrap_or(usize::MAX));
             self.evict(slot, &mut Vec::new());
+            self.disprove(slot, &mut Vec::new());
         }
     }
 
@@ -163,37 +167,91 @@ impl Writer {
     fn store(&mut self, slot: SlotId, stored: &Stored, dropped: &mut Vec<BlockHash>) -> Applied {
         let mut applied = Applied::default();
         let Some(mut book) = self.books[slot.index()].take() else { return applied };
+        let scored = book.scored();
         let mut standing = book.place(stored);
         #[cfg(test)]
-        if self.has(Defect::IgnoresMedium) || (self.has(Defect::IgnoresGroup) && stored.medium == Default::default()) {
+        if self.has(Defect::IgnoresMedium) || (self.has(Defect::IgnoresGroup) && stored.medium == Medium::Gpu) {
             standing = Standing::Counts;
         }
         if standing == Standing::Demote {
-            let held = self.arena.with_bits(slot.word(), HELD, slot.bit());
-            book.demote(held.iter().map(|&place| self.arena.name(place)));
-            for place in held {
-                self.drop_bit(slot, place, &mut book);
-            }
+            self.demote(slot, &mut book);
             standing = Standing::Aside;
         }
         if standing == Standing::Counts && book.names() == 0 {
             for name in book.promote() {
-                self.store_one(slot, &mut book, name, &mut applied);
+                if let Some(place) = self.arena.take(self.arena.key(name)) {
+                    self.hold(slot, place, name, &mut book);
+                    applied.stored += 1;
+                }
             }
+        }
+        if book.scored() != scored {
+            self.retier(slot, &book);
         }
         if standing == Standing::Counts {
             self.store_counted(slot, &mut book, stored, &mut applied);
         } else {
-            for hash in &stored.hashes {
-                if book.store_aside(hash.name, stored) == Storing::Refused {
-                    applied.evicted += 1;
-                    dropped.push(hash.name);
-                }
-            }
+            self.store_aside(slot, &mut book, stored, dropped, &mut applied);
         }
         self.books[slot.index()] = Some(book);
         applied.evicted += self.evict(slot, dropped);
+        applied.disproved += self.disprove(slot, dropped);
         applied
+    }
+
+    /// The group that counted proves to be a window's.
+    fn demote(&mut self, slot: SlotId, book: &mut Book) {
+        let held = self.arena.with_bits(slot.word(), HELD, slot.bit());
+        book.demote(held.iter().map(|&place| self.arena.name(place)));
+        for place in held {
+            self.drop_bit(slot, place, book);
+        }
+    }
+
+    fn store_aside(
+        &mut self,
+        slot: SlotId,
+        book: &mut Book,
+        stored: &Stored,
+        dropped: &mut Vec<BlockHash>,
+        applied: &mut Applied,
+    ) {
+        let tier = self.tiers.layer(stored.medium);
+        for name in stored.hashes.iter().map(|hash| hash.name) {
+            if book.store_aside(name, stored) == Storing::Refused {
+                applied.evicted += 1;
+                dropped.push(name);
+            } else if let Some(layer) = tier {
+                self.set_tier(slot, name, layer, book.has_in(stored.medium, name));
+            }
+        }
+    }
+
+    /// Notes whether a medium has a block in the group that counts.
+    fn set_tier(&mut self, slot: SlotId, name: BlockHash, layer: usize, has: bool) {
+        let key = self.arena.key(name);
+        let place = if has { self.arena.take(key) } else { self.arena.find(key) };
+        if let Some(place) = place {
+            self.arena.change(place, slot.word(), layer, slot.bit(), has);
+            self.arena.settle(place);
+        }
+    }
+
+    /// Another group counts: what other media have is that group's.
+    fn retier(&mut self, slot: SlotId, book: &Book) {
+        for (medium, layer) in self.tiers.media() {
+            self.clear_layer(slot, layer);
+            for name in book.names_in(medium) {
+                self.set_tier(slot, name, layer, true);
+            }
+        }
+    }
+
+    fn clear_layer(&mut self, slot: SlotId, layer: usize) {
+        for place in self.arena.with_bits(slot.word(), layer, slot.bit()) {
+            self.arena.change(place, slot.word(), layer, slot.bit(), false);
+            self.arena.settle(place);
+        }
     }
 
     fn store_counted(&mut self, slot: SlotId, book: &mut Book, stored: &Stored, applied: &mut Applied) {
@@ -204,26 +262,30 @@ impl Writer {
                     self.arena.fetch(hashes[number..].iter().map(|hash| hash.name));
                     fetched = true;
                 }
-                self.store_one(slot, book, hash.name, applied);
+                self.store_one(slot, book, stored, hash.name, applied);
             }
         }
     }
 
-    fn store_one(&mut self, slot: SlotId, book: &mut Book, name: BlockHash, applied: &mut Applied) {
+    fn store_one(&mut self, slot: SlotId, book: &mut Book, stored: &Stored, name: BlockHash, applied: &mut Applied) {
         let Some(place) = self.arena.take(self.arena.key(name)) else {
             applied.evicted += 1;
             return;
         };
-        if book.store(name, self.holds(place, slot)) != Storing::Held {
-            return;
+        if book.store(name, stored, self.holds(place, slot)) == Storing::Held {
+            self.hold(slot, place, name, book);
+            applied.stored += 1;
         }
-        applied.stored += 1;
+    }
+
+    /// Sets a slot's bit.
+    fn hold(&mut self, slot: SlotId, place: Place, name: BlockHash, book: &mut Book) {
         if self.arena.is_empty(place, HELD) {
             // Somebody holds it again: its removals are remembered for as long.
             self.recall(place, name, slot, book);
         }
         self.arena.change(place, slot.word(), HELD, slot.bit(), true);
-        self.set_removed(place, slot, false, book);
+        self.set_removed(place, slot, false);
     }
 
     /// Takes a name that nobody held out of the queues of those that remember it as removed.
@@ -254,11 +316,14 @@ impl Writer {
             match (removal, place) {
                 (Removal::Gone, Some(place)) => {
                     applied.removed += 1;
-                    self.set_removed(place, slot, true, &mut book);
+                    self.set_removed(place, slot, true);
                     self.drop_bit(slot, place, &mut book);
                 }
                 (Removal::Unknown, _) => applied.unknown += 1,
                 _ => {}
+            }
+            if let Some(layer) = self.tiers.layer(removed.medium) {
+                self.set_tier(slot, hash.name, layer, book.has_in(removed.medium, hash.name));
             }
         }
         self.books[slot.index()] = Some(book);
@@ -296,7 +361,7 @@ impl Writer {
         }
     }
 
-    fn set_removed(&mut self, place: Place, slot: SlotId, removed: bool, _book: &mut Book) {
+    fn set_removed(&mut self, place: Place, slot: SlotId, removed: bool) {
         #[cfg(test)]
         if self.has(Defect::ForgetsRemovals) {
             return;
@@ -324,6 +389,29 @@ impl Writer {
         evicted
     }
 
+    /// Takes back copies where more were announced than the slot's engine can have.
+    fn disprove(&mut self, slot: SlotId, dropped: &mut Vec<BlockHash>) -> u32 {
+        let Some(mut book) = self.books[slot.index()].take() else { return 0 };
+        let mut disproved = 0;
+        loop {
+            match book.disprove() {
+                Disproof::Enough => break,
+                Disproof::Stale => continue,
+                Disproof::Hidden => {}
+                Disproof::Gone(name) => {
+                    if let Some(place) = self.arena.find(self.arena.key(name)) {
+                        self.set_removed(place, slot, true);
+                        self.drop_bit(slot, place, &mut book);
+                    }
+                    dropped.push(name);
+                }
+            }
+            disproved += 1;
+        }
+        self.books[slot.index()] = Some(book);
+        disproved
+    }
+
     /// Empties a slot; says how many blocks it held.
     fn clear(&mut self, slot: SlotId) -> u32 {
         // A walk through the whole index, which many clearings in a row are not worth.
@@ -333,9 +421,9 @@ impl Writer {
         let Some(mut book) = self.books[slot.index()].take() else { return 0 };
         let held = book.names();
         book.clear();
-        for place in self.arena.with_bits(slot.word(), REMOVED, slot.bit()) {
-            self.arena.change(place, slot.word(), REMOVED, slot.bit(), false);
-            self.arena.settle(place);
+        self.clear_layer(slot, REMOVED);
+        for (_, layer) in self.tiers.media() {
+            self.clear_layer(slot, layer);
         }
         for place in self.arena.with_bits(slot.word(), HELD, slot.bit()) {
             self.drop_bit(slot, place, &mut book);

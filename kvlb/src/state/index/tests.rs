@@ -7,7 +7,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 
-use super::arena::{HELD, REMOVED};
 use super::writer::Defect;
 use super::*;
 use crate::contract::TokenId;
@@ -30,6 +29,7 @@ struct Plain {
     slots: Vec<PlainSlot>,
     names_max: usize,
     removed_max: usize,
+    weights: TierWeights,
 }
 
 #[derive(Default)]
@@ -116,19 +116,32 @@ impl Plain {
         }
     }
 
+    /// What a block is worth that only other media hold, in thousandths.
+    fn weight(&self, slot: usize, name: u64) -> u32 {
+        let has = |medium| self.slots[slot].copies.contains_key(&(name, (0, medium)));
+        let weight = |medium, weight: u16| if has(medium) { u32::from(weight) } else { 0 };
+        weight(Medium::Cpu, self.weights.cpu).max(weight(Medium::Storage, self.weights.storage))
+    }
+
     fn overlap(&self, slot: usize, names: &[u64]) -> (u32, u32) {
         let own = &self.slots[slot];
-        let (mut depth, mut removed_run, mut broken) = (0, 0, false);
-        for (position, name) in names.iter().enumerate() {
+        let (mut credit, mut vouched, mut removed_run) = (0, 0, 0);
+        for name in names {
             let held = own.held.contains(name);
-            removed_run = if own.removed.contains(name) && !held { removed_run + 1 } else { 0 };
-            broken |= removed_run > 2;
-            if held && !broken {
-                depth = position + 1;
+            let weight = if held { 1000 } else { self.weight(slot, *name) };
+            removed_run = if own.removed.contains(name) && weight == 0 { removed_run + 1 } else { 0 };
+            if removed_run > 2 {
+                break;
+            }
+            if weight == 0 {
+                vouched += 1000;
+            } else {
+                credit += vouched + weight;
+                vouched = 0;
             }
         }
         let count = names.iter().filter(|name| own.held.contains(name)).count();
-        (depth.try_into().unwrap(), count.try_into().unwrap())
+        (credit / 1000, count.try_into().unwrap())
     }
 }
 
@@ -151,7 +164,8 @@ fn step(clears: bool) -> impl Strategy<Value = Step> {
     let slot = 0..SLOTS;
     // Zero and its neighbours are names like any other.
     let name = prop_oneof![0..40u64, (0..6u64).prop_map(|low| u64::MAX - low), (0..6u64).prop_map(|high| high << 58)];
-    let kind = prop_oneof![6 => Just(FULL), 1 => Just((1, Medium::Gpu)), 1 => Just((0, Medium::Cpu))];
+    let others = [(1, Medium::Gpu), (0, Medium::Cpu), (0, Medium::Storage), (1, Medium::Cpu), (0, Medium::Other)];
+    let kind = prop_oneof![3 => Just(FULL), 1 => prop::sample::select(others.to_vec())];
     let names = prop::collection::vec(name.clone(), 0..8);
     let clear = u32::from(clears);
     prop_oneof![
@@ -181,6 +195,7 @@ fn differential(
         slots: (0..SLOTS).map(|_| PlainSlot::default()).collect(),
         names_max: config.max_blocks.unwrap_or(usize::MAX),
         removed_max: config.removed_max,
+        weights: config.tier_weights,
     };
     for step in steps {
         match step {
@@ -204,7 +219,7 @@ fn differential(
     }
     let writer = index.writer.lock();
     for word in 0..writer.slots.len() {
-        for layer in [HELD, REMOVED] {
+        for layer in 0..index.tiers.layers() {
             prop_assert!(writer.arena.with_bits(word, layer, u64::MAX).is_empty(), "removed slots leave nothing");
         }
     }
@@ -255,6 +270,16 @@ fn it_agrees_within_small_bounds() {
     // A cleared slot hands its names over to other slots' memories in no particular order, so none is cleared here.
     run(false, bounded(Some(6), 5), 0, Defect::None).unwrap();
     run(false, bounded(Some(1), 0), 0, Defect::None).unwrap();
+}
+
+#[test]
+fn it_agrees_with_weights_for_other_media() {
+    for (cpu, storage) in [(500, 250), (0, 1000), (333, 0)] {
+        let config = IndexConfig { tier_weights: TierWeights { cpu, storage }, ..bounded(None, 1000) };
+        run(true, config, 0, Defect::None).unwrap();
+    }
+    let config = IndexConfig { tier_weights: TierWeights { cpu: 500, storage: 900 }, ..bounded(Some(20), 1000) };
+    run(false, config, 62, Defect::None).unwrap();
 }
 
 #[test]
@@ -363,6 +388,25 @@ fn what_a_bound_drops_is_told_and_any_copy_left_is_known() {
     assert_eq!(left, [1, 2, 3, 4], "in whatever group");
     index.apply(slot, &remove(1, (1, Medium::Gpu)));
     assert!(!index.holds_copy(slot, BlockHash(1)));
+}
+
+#[test]
+fn announcements_of_an_offload_tier_need_no_tokens() {
+    let weights = TierWeights { cpu: 500, storage: 0 };
+    let index = Index::new(IndexConfig { tier_weights: weights, ..IndexConfig::default() });
+    let slot = index.add_slot().unwrap();
+    index.apply(slot, &store(&[1, 2, 3, 4], FULL));
+    for name in [4, 3, 2] {
+        // The bare form: one name, no tokens, a block size of zero.
+        let bare = Stored { hashes: wire(&[name]), medium: Medium::Cpu, group: Some(0), ..Stored::default() };
+        assert_eq!(index.apply(slot, &Event::Stored(bare)), Applied::default());
+        index.apply(slot, &remove(name, FULL));
+    }
+    assert_eq!((depth(&index, &[1, 2, 3, 4, 5]), index.blocks(slot)), (2, 1), "one and three halves");
+    index.apply(slot, &remove(3, (0, Medium::Cpu)));
+    assert_eq!(depth(&index, &[1, 2, 3, 4, 5]), 3, "the third block is passed over as one that may be there");
+    index.apply(slot, &Event::Cleared);
+    assert_eq!(depth(&index, &[1, 2, 3, 4, 5]), 0);
 }
 
 #[test]

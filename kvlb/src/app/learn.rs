@@ -90,6 +90,10 @@ async fn learn(asking: Asking, asker: Asker, state: Arc<State>) {
         }
         // One that does not answer now still publishes where it did.
         if !silent || asking.meters.facts().is_none() {
+            let facts = match asking.meters.facts() {
+                Some(before) => facts.or_of(&before),
+                None => facts,
+            };
             asking.meters.set_facts(facts);
             state.facts_changed();
         }

@@ -105,6 +105,34 @@ impl EngineFacts {
         why.all(|why| why.is_some()).then_some(first)
     }
 
+    /// These facts, with those of `before` where an answer did not come this time: a busy engine answers late, and is the same
+    /// one. Nothing is kept of another process.
+    #[must_use]
+    pub fn or_of(self, before: &Self) -> Self {
+        fn kept<T: Clone>(now: Fact<T>, before: &Fact<T>) -> Fact<T> {
+            match now {
+                Fact::Missing(Missing::Unreachable(_)) if before.known().is_some() => before.clone(),
+                now => now,
+            }
+        }
+        let same = |now: &Fact<u64>| {
+            now.known().is_none() || before.process_start.known().is_none() || *now == before.process_start
+        };
+        if !same(&self.process_start) {
+            return self;
+        }
+        Self {
+            version: kept(self.version, &before.version),
+            models: kept(self.models, &before.models),
+            cache: kept(self.cache, &before.cache),
+            sources: kept(self.sources, &before.sources),
+            series: kept(self.series, &before.series),
+            engines: kept(self.engines, &before.engines),
+            process_start: kept(self.process_start, &before.process_start),
+            tokens: self.tokens,
+        }
+    }
+
     /// How its version writes extra keys.
     ///
     /// Source: vLLM tags them from 0.31.0 on.
@@ -270,6 +298,22 @@ mod tests {
         assert_eq!(told("0.18.0"), (Some(KeyEra::Untagged), Some(false)));
         assert_eq!(told("nightly"), (None, None));
         assert_eq!(EngineFacts::default().era(), None);
+    }
+
+    #[test]
+    fn an_answer_that_came_late_is_not_forgotten_unless_the_process_is_another() {
+        let known = |ranks: u32, start: u64| EngineFacts {
+            engines: Fact::Known(ranks),
+            process_start: Fact::Known(start),
+            ..EngineFacts::default()
+        };
+        let late = || Fact::Missing(Missing::Unreachable("timed out".to_owned()));
+        let silent = EngineFacts { engines: late(), process_start: late(), ..EngineFacts::default() };
+        assert_eq!(silent.or_of(&known(2, 7)).engines, Fact::Known(2));
+        let another = EngineFacts { engines: late(), ..known(0, 8) };
+        assert_eq!(another.or_of(&known(2, 7)).engines, late());
+        let says_no = EngineFacts { engines: Fact::Missing(Missing::Status(404)), ..known(0, 7) };
+        assert_eq!(says_no.or_of(&known(2, 7)).engines, Fact::Missing(Missing::Status(404)));
     }
 
     #[test]

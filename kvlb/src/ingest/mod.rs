@@ -98,6 +98,8 @@ pub struct Subscription {
 /// Follows one endpoint's events until `stop` says so or its sender is gone.
 pub async fn follow(subscription: Subscription, kv: Arc<EndpointKv>, mut stop: watch::Receiver<bool>) {
     let feed = kv.feed(subscription.feed);
+    // What an earlier subscription learned is told again from the beginning, and must not count twice.
+    kv.clear(&feed, false);
     let mut follower = Follower::new(subscription, kv, Arc::clone(&feed));
     tokio::select! {
         () = follower.run() => {}

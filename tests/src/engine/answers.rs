@@ -100,7 +100,7 @@ impl Answer {
         if call.kind.has_named_events() {
             return dialect::token(self, call, text);
         }
-        data(&self.event_of(call, output, text))
+        data(self.event_of(call, output, text))
     }
 
     /// The server-sent events after the last token.

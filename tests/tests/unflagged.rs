@@ -10,7 +10,7 @@ use serde_json::json;
 
 use fleet::{Fleet, SOON, Seeds, Setup, completion, quick, version};
 
-async fn is_served_in_parity(engine: EngineConfig, seeds: Seeds) {
+async fn is_served_in_parity(engine: &EngineConfig, seeds: Seeds) {
     let word = engine.prefix_caching_hash_algo.label();
     let engines = ["a", "b"].map(|name| EngineConfig { name: name.to_owned(), ..engine.clone() }).to_vec();
     let rule = json!({"kvHashAlgo": word, "kvKeying": "parity"});
@@ -44,13 +44,13 @@ async fn is_served_in_parity(engine: EngineConfig, seeds: Seeds) {
 #[tokio::test]
 async fn pickle_under_sha256_with_a_seed() {
     let engine = EngineConfig { prefix_caching_hash_algo: Algorithm::Sha256, ..quick("") };
-    is_served_in_parity(engine, Seeds::Shared).await;
+    is_served_in_parity(&engine, Seeds::Shared).await;
 }
 
 #[tokio::test]
 async fn pickle_under_sha256_with_no_seed_on_either_side() {
     let engine = EngineConfig { prefix_caching_hash_algo: Algorithm::Sha256, python_hash_seed: None, ..quick("") };
-    is_served_in_parity(engine, Seeds::Unset).await;
+    is_served_in_parity(&engine, Seeds::Unset).await;
 }
 
 #[tokio::test]
@@ -62,6 +62,6 @@ async fn pickle_under_xxhash_with_a_seed() {
             byte_hashes,
             ..quick("")
         };
-        is_served_in_parity(engine, Seeds::Shared).await;
+        is_served_in_parity(&engine, Seeds::Shared).await;
     }
 }

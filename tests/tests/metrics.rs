@@ -106,7 +106,7 @@ async fn each_guard_counts_its_own_reason() {
     let config = stage.config(&[]);
     let env = config.env.into_iter().filter(|(name, _)| name != "LLB_KV_NONE_HASH_SEED").collect();
     let kvlb = Kvlb::start(kvlb_tests::harness::kvlb::KvlbConfig { env, ..config }).await.unwrap();
-    kvlb.create(&rule(8082, &engines, &json!({"kvHashAlgo": "xxhash_cbor"}))).await.unwrap();
+    kvlb.create(&rule(8082, &engines, &json!({"kvHashAlgo": "xxhash_cbor", "kvKeying": "parity"}))).await.unwrap();
     eventually(PATIENCE, "the contract is asked", async || {
         stage.ask(8082, COMPLETIONS, &body(1)).await.unwrap();
         kvlb.metrics().await.unwrap().value(&format!("{MISSES}{{reason=\"hashes\"}}")) > 0.0

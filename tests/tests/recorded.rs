@@ -191,7 +191,7 @@ fn replay(recording: &Recording, publisher: u64, keying: Keying) -> (Option<BTre
 #[test]
 fn what_requests_computed_is_held_until_a_reset_and_nothing_else_is() {
     let recordings = [
-        ("basic_b16_sha256cbor_seed0_int", vec![(Some(227), 2)]),
+        ("basic_b16_sha256cbor_seed0_int", vec![(Some(238), 2)]),
         ("dp2_b16_sha256cbor_seed0_topic", vec![(Some(6), 2), (Some(6), 2)]),
         ("lora_b16_sha256cbor_seed0", vec![(None, 8)]),
         ("small_b16_sha256cbor_seed0_bytes", vec![(Some(15), 2)]),
@@ -232,7 +232,7 @@ fn a_transferred_prompt_is_held_by_both_sides() {
 #[test]
 fn evicted_blocks_are_held_for_as_long_as_a_copy_is_left() {
     for (name, gpu_blocks, removals) in
-        [("evict_b16_sha256cbor_seed0_int", 14, 110), ("hybrid_gemma3_b32_sha256cbor_seed0", 60, 22)]
+        [("evict_b16_sha256cbor_seed0_int", 14, 87), ("hybrid_gemma3_b32_sha256cbor_seed0", 60, 22)]
     {
         let recording = Recording::read(name);
         let (when_cleared, at_end) = replay(&recording, 0, Keying::Parity);

@@ -1,6 +1,6 @@
 //! Reads the engines themselves: what they say over HTTP, what they announce, and whether it agrees with our side.
 //!
-//! Owns the questions that an engine is asked ([`read`]), the comparison of its answers with a rule ([`preflight`]) and
+//! Owns the questions that an engine is asked ([`read()`]), the comparison of its answers with a rule ([`preflight()`]) and
 //! the report of it ([`Report`]). Changes nothing anywhere: it sends no request that a model works on, and writes no
 //! rule and no state. Every answer is bounded in bytes and time; one that is missing costs nothing but itself.
 //!

@@ -302,12 +302,14 @@ mod tests {
 
     #[test]
     fn an_answer_that_came_late_is_not_forgotten_unless_the_process_is_another() {
+        fn late<T>() -> Fact<T> {
+            Fact::Missing(Missing::Unreachable("timed out".to_owned()))
+        }
         let known = |ranks: u32, start: u64| EngineFacts {
             engines: Fact::Known(ranks),
             process_start: Fact::Known(start),
             ..EngineFacts::default()
         };
-        let late = || Fact::Missing(Missing::Unreachable("timed out".to_owned()));
         let silent = EngineFacts { engines: late(), process_start: late(), ..EngineFacts::default() };
         assert_eq!(silent.or_of(&known(2, 7)).engines, Fact::Known(2));
         let another = EngineFacts { engines: late(), ..known(0, 8) };

@@ -211,7 +211,7 @@ fn what_requests_computed_is_held_until_a_reset_and_nothing_else_is() {
     }
 }
 
-/// With random bytes for NONE_HASH nobody can work out the names; how many there are, is known all the same.
+/// With random bytes for `NONE_HASH` nobody can work out the names; how many there are, is known all the same.
 #[test]
 fn where_names_cannot_be_worked_out_their_number_can() {
     let recording = Recording::read("small_b16_xxhashcbor_unset_bytes");

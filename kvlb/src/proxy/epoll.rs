@@ -232,7 +232,7 @@ impl Future for Reading<'_> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        let result = ready!(this.stream.poll_read(this.chunk.spare_mut(), cx));
+        let result = ready!(this.stream.poll_read(this.chunk.slice_mut(), cx));
         if let Ok(count) = result {
             this.chunk.advance(count);
         }

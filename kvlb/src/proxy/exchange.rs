@@ -112,7 +112,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         if walk.terms.client_half_close {
             self.leaving.set(Leaving::Broken);
         }
-        let sending = self.compose(request, passing, &walk.terms);
+        let sending = self.compose(request, passing, &walk.terms).await;
         Ok(Taken::Decided(walk, sending))
     }
 

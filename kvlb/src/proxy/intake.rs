@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
+use tokio::task::yield_now;
 
 use super::alarm::Limit;
 use super::backplane::{Backplane, Haste, Payload, Request, Survey, Terms, Unseen};
-use super::buffer::{Chunk, LARGE, Lease, MEDIUM, SMALL};
+use super::buffer::{Chunk, LARGE, Lease, MEDIUM, SLICE, SMALL};
 use super::client::{Client, FRONT, Stop};
 use super::exchange::End;
 use super::http::{Chunked, Forward, Framing, HEAD_MAX, Head, HeadScan, size_line};
@@ -119,6 +120,10 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
                 Some(max) if size > max => Some(Unseen::TooLarge),
                 Some(_) => (!lease.hold(size)).then_some(Unseen::OverMemory),
             };
+            if body.spare() < raw.len() {
+                let larger = body.larger(raw.len());
+                body = copy(body.bytes(), larger).await;
+            }
             body.append(raw.bytes());
             if let Some(why) = why {
                 let rest = Rest::Chunked(chunked);
@@ -156,7 +161,8 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
 
     async fn read_more(&self, mut body: Chunk, survey: &Survey) -> Result<Chunk, End> {
         if body.spare() == 0 {
-            body.reserve(LARGE);
+            let larger = body.larger(LARGE);
+            body = copy(body.bytes(), larger).await;
         }
         self.alarm.set(Some((clock::now() + survey.body_limit, Limit::Body)));
         match self.wait(self.stream.read(body)).await? {
@@ -207,7 +213,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     /// The request as endpoints get it.
-    pub(super) fn compose(&self, request: Arc<Request>, passing: Option<Box<Passing>>, terms: &Terms) -> Sending {
+    pub(super) async fn compose(&self, request: Arc<Request>, passing: Option<Box<Passing>>, terms: &Terms) -> Sending {
         let write = |head: &Head, framing, expect_continue| {
             let forward = Forward { expect_continue, ..self.forward(terms, framing) };
             let mut bytes = self.lane().scratch();
@@ -228,7 +234,11 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         };
         let mut bytes = write(head, framing, false);
         let chunked = framing == Framing::Chunked;
-        let (mut body, trailers, lease) = take_body(request);
+        let (mut body, trailers, lease) = match Arc::try_unwrap(request) {
+            Ok(request) => take_body(request),
+            // A worker that ran out of time still reads it.
+            Err(shared) => Box::pin(copy_body(&shared)).await,
+        };
         if chunked {
             if !body.is_empty() {
                 bytes.extend_from_slice(size_line(body.len()).as_bytes());
@@ -242,24 +252,58 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 }
 
-/// The body out of a request; a copy where a worker that ran out of time still reads it.
-fn take_body(request: Arc<Request>) -> (Chunk, Vec<u8>, Option<Lease>) {
-    let request = match Arc::try_unwrap(request) {
-        Ok(request) => request,
-        Err(shared) => return copy_body(&shared),
-    };
+/// The body out of a request.
+fn take_body(request: Request) -> (Chunk, Vec<u8>, Option<Lease>) {
     match request.payload {
         Payload::Whole { body, trailers, lease } => (body, trailers, Some(lease)),
         Payload::Unseen(_) => (Chunk::none(), Vec::new(), None),
     }
 }
 
-fn copy_body(request: &Request) -> (Chunk, Vec<u8>, Option<Lease>) {
+async fn copy_body(request: &Request) -> (Chunk, Vec<u8>, Option<Lease>) {
     match &request.payload {
         Payload::Whole { body, trailers, .. } => {
             let front = FRONT + request.head.fields().bytes();
-            (Chunk::copy_of(front, body.bytes()), trailers.clone(), None)
+            (copy(body.bytes(), Chunk::with_room(front, body.len())).await, trailers.clone(), None)
         }
         Payload::Unseen(_) => (Chunk::none(), Vec::new(), None),
+    }
+}
+
+/// `into` with `bytes` behind what it holds, which must have room for them. Others have their turn in between.
+async fn copy(bytes: &[u8], mut into: Chunk) -> Chunk {
+    let mut slices = bytes.chunks(SLICE);
+    slices.next().into_iter().for_each(|slice| into.append(slice));
+    for slice in slices {
+        yield_now().await;
+        into.append(slice);
+    }
+    into
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_copy_is_whole_and_lets_others_have_their_turn() {
+        let bytes: Vec<u8> = (0..3 * SLICE + 5).map(|at| (at % 251).to_le_bytes()[0]).collect();
+        let mut front = Chunk::with_room(300, bytes.len() + 1);
+        front.append(b"x");
+        let turns = std::cell::Cell::new(0);
+        let others = async {
+            loop {
+                turns.set(turns.get() + 1);
+                yield_now().await;
+            }
+        };
+        let copied = tokio::select! {
+            biased;
+            copied = copy(&bytes, front) => copied,
+            () = others => unreachable!("it never ends"),
+        };
+        assert!(copied.bytes()[0] == b'x' && copied.bytes()[1..] == bytes);
+        assert_eq!(turns.get(), 3);
+        assert_eq!(copy(b"", Chunk::none()).await.bytes(), b"");
     }
 }

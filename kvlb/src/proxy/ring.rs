@@ -188,7 +188,7 @@ impl Stream for UringStream {
     }
 
     fn read(&self, mut into: Chunk) -> Reading {
-        let room = into.spare_mut();
+        let room = into.slice_mut();
         let length = u32::try_from(room.len()).unwrap_or(u32::MAX);
         let entry = opcode::Recv::new(fd(&*self.socket), room.as_mut_ptr(), length).build();
         Reading(self.transfer(into, entry))

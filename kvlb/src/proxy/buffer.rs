@@ -163,12 +163,7 @@ impl Chunk {
         self.block.len() - self.end
     }
 
-    /// The room behind the filled bytes.
-    pub(super) fn spare_mut(&mut self) -> &mut [u8] {
-        &mut self.block[self.end..]
-    }
-
-    /// As much of that room as one read may fill: see [`SLICE`].
+    /// As much of the room behind what is filled as one read may take: see [`SLICE`].
     pub(super) fn slice_mut(&mut self) -> &mut [u8] {
         let room = self.spare().min(SLICE);
         &mut self.block[self.end..self.end + room]

@@ -114,7 +114,8 @@ impl View {
         for (begun, key) in begun.iter_mut().zip(keys()) {
             *begun = self.tables[key.shard()].begin(key);
         }
-        let places = begun.iter().zip(keys()).map(|(&begun, key)| Table::guess(key, begun).unwrap_or(NOWHERE));
+        let guess = |(&begun, key): (&Begun, Key)| self.tables[key.shard()].guess(key, begun).unwrap_or(NOWHERE);
+        let places = begun.iter().zip(keys()).map(guess);
         let places = places.inspect(|&place| {
             // The cells up to the next probe are likely its neighbours: a word of each cache line.
             let (page, at) = self.split(place);
@@ -158,7 +159,8 @@ impl View {
         }
         if names.len() > 1 {
             for (&begun, &name) in begun.iter().zip(names) {
-                if let Some(place) = Table::guess(self.mixer.key(name), begun) {
+                let key = self.mixer.key(name);
+                if let Some(place) = self.tables[key.shard()].guess(key, begun) {
                     std::hint::black_box(self.words(place).map(|words| words[0].load(Ordering::Relaxed)));
                 }
             }

@@ -16,6 +16,8 @@ pub(super) const SHARDS: usize = 64;
 const SHARD: u64 = SHARDS as u64 - 1;
 /// The smallest table.
 const CAPACITY_MIN: usize = 8;
+/// Entries that a guess looks at beyond the first: most names are not farther off, and most of these in its cache line.
+const NEAR: usize = 5;
 /// The low half of an entry for a name that is gone.
 const BLANK: u64 = u32::MAX as u64;
 
@@ -109,10 +111,14 @@ impl Table {
         usize::try_from((tag * self.entries.len() as u64) >> 32).unwrap_or(0)
     }
 
-    /// Where the first entry of a search points, if it looks right.
+    /// Where the first entry of a search that looks right points, if it is near.
     #[inline]
-    pub(super) fn guess(key: Key, begun: Begun) -> Option<u32> {
-        if begun.entry >> 32 == key.tag() { place(begun.entry) } else { None }
+    pub(super) fn guess(&self, key: Key, begun: Begun) -> Option<u32> {
+        let looks_right = |entry: u64| if entry >> 32 == key.tag() { place(entry) } else { None };
+        looks_right(begun.entry).or_else(|| {
+            let near = self.entries.get(begun.at + 1..)?.iter().take(NEAR);
+            near.map(|entry| entry.load(Ordering::Acquire)).take_while(|&entry| entry != 0).find_map(looks_right)
+        })
     }
 
     /// Ends a search, which asks `is` whether a place is the name's.

@@ -54,6 +54,7 @@ fn main() {
     if !std::env::args().any(|arg| arg == "--bench") {
         return;
     }
+    machine();
     chains();
     fleet();
     seven_engines();
@@ -103,6 +104,24 @@ fn cpu_time() -> Duration {
     let usage = getrusage(UsageWho::RUSAGE_THREAD).unwrap();
     let times = [usage.user_time(), usage.system_time()];
     times.map(|time| Duration::from_micros(u64::try_from(time.num_microseconds()).unwrap())).into_iter().sum()
+}
+
+/// How often the machine stops a thread that does nothing but read the clock, and for how long. Where one query in a
+/// hundred is stopped, its 99th percentile is the machine's.
+fn machine() {
+    let (start, mut last, mut gaps) = (now(), now(), Vec::new());
+    while last - start < Duration::from_secs(1) {
+        let time = now();
+        if time - last > Duration::from_nanos(700) {
+            gaps.push(time - last);
+        }
+        last = time;
+    }
+    gaps.sort_unstable();
+    println!("this machine, in a second in which a thread reads the clock");
+    figure("interruptions of more than 0.7 us", float(gaps.len()), "", None);
+    let median = gaps.get(gaps.len() / 2).copied().unwrap_or_default();
+    figure("  their median", median.as_secs_f64() * 1e6, "us", None);
 }
 
 /// Does something and says what it cost this thread, in seconds.

@@ -203,6 +203,8 @@ impl Follower {
     /// Dials until there is a connection.
     async fn dial(&mut self, pause: &mut Duration) -> TcpStream {
         loop {
+            // Requests go on while nothing is heard, and may tell.
+            self.forget_doubted();
             match guard::dial(&self.subscription.host, self.subscription.port).await {
                 Ok(engine) => return engine,
                 Err(error) => {
@@ -273,7 +275,7 @@ impl Follower {
                 replay = next => self.replayed(replay),
                 Some((connection, scrape)) = self.scrapes.recv() => self.scraped(connection, scrape),
                 // The endpoint's cache is as old as this task: its end is no case.
-                Ok(()) = self.renamed.changed() => self.with_stream(Stream::relearn),
+                Ok(()) = self.renamed.changed() => self.relearn(),
                 () = until(deadline) => self.with_stream(Stream::tick),
             }
         }
@@ -327,7 +329,20 @@ impl Follower {
         // At once, so that nothing more is applied that the replay brings again.
         if self.renamed.has_changed().unwrap_or(false) {
             self.renamed.mark_unchanged();
-            self.with_stream(Stream::relearn);
+            self.relearn();
+        }
+    }
+
+    /// Everything is told again, where it can be had.
+    fn relearn(&mut self) {
+        self.forget_doubted();
+        self.with_stream(Stream::relearn);
+    }
+
+    /// Forgets what is not believed any more, also where nobody can tell it again.
+    fn forget_doubted(&self) {
+        if self.feed.is_doubted() {
+            self.kv.clear(&self.feed, false);
         }
     }
 

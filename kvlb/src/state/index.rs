@@ -1,4 +1,6 @@
-//! Who holds which block: one index per key space, shared by its one writer and all readers.
+//! Who holds which block: one index per rule, shared by its writers and all readers.
+//!
+//! Its names may come from several key spaces: being 64 bits of a digest, equal ones are of equal blocks in all of them.
 //!
 //! An inverted map answers for every cache at once: name → the slots that hold it and those that removed it, one bit each,
 //! where a slot is the cache of one data-parallel rank of one endpoint. Names lie in the order in which they were
@@ -118,7 +120,7 @@ pub struct Overlap {
     pub count: u32,
 }
 
-/// The blocks of all slots of one key space.
+/// The blocks of all slots of one rule.
 pub struct Index {
     snapshot: ArcSwap<Snapshot>,
     writer: Mutex<Writer>,

@@ -20,6 +20,7 @@ use crate::contract::events::{Attention, Batch, Event, Stored, WireHash};
 use crate::contract::{BlockHash, BlockSize, EventSeq, HashAlgo, Hasher, KeyEra, KeySpace, NoneSeed, Rehash};
 use crate::fleet::Keying;
 use crate::inventory::Aliases;
+use crate::router;
 
 /// Data-parallel ranks of one endpoint. Source: the document's `kvDpRankCount`.
 pub const RANKS_MAX: usize = 8;
@@ -142,6 +143,8 @@ pub struct Feed {
     last: Mutex<Option<(EventSeq, Instant)>>,
     /// Microseconds from the making of the last batch to its arrival here.
     lag_micros: AtomicU64,
+    /// Whether what it told of is not to be believed any more.
+    doubted: AtomicBool,
 }
 
 impl Feed {
@@ -152,6 +155,7 @@ impl Feed {
             replay: AtomicU8::new(ReplayState::Pending as u8),
             last: Mutex::new(None),
             lag_micros: AtomicU64::new(0),
+            doubted: AtomicBool::new(false),
         }
     }
 
@@ -163,6 +167,11 @@ impl Feed {
     /// Notes whether its event socket is connected.
     pub fn set_connected(&self, connected: bool) {
         self.connected.store(connected, Ordering::Relaxed);
+    }
+
+    /// Whether what it told of is not to be believed any more, until [`EndpointKv::clear`] forgets it.
+    pub fn is_doubted(&self) -> bool {
+        self.doubted.load(Ordering::Relaxed)
     }
 
     /// Notes how its replay fares.
@@ -193,17 +202,6 @@ enum Names {
     Ours(Option<BlockSize>),
 }
 
-/// What an endpoint holds of one prompt, in the rank that holds most.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Holding {
-    /// Blocks of its usable run.
-    pub depth: u32,
-    /// Blocks it holds at all.
-    pub count: u32,
-    /// The rank, where the endpoint has several.
-    pub rank: Option<i64>,
-}
-
 /// One endpoint's cache.
 #[derive(Debug)]
 pub struct EndpointKv {
@@ -220,7 +218,7 @@ pub struct EndpointKv {
     names: ArcSwap<Names>,
     /// What the engine calls blocks that have names of ours, by slot.
     aliases: Mutex<HashMap<SlotId, Aliases>>,
-    /// Grows when what is known is dropped: every feed then has to tell its story again.
+    /// Grows when every feed has to tell its story again.
     renamed: watch::Sender<u64>,
     /// What was predicted of it, and what its engine reports.
     pub ledger: Ledger,
@@ -337,14 +335,14 @@ impl EndpointKv {
         all
     }
 
-    /// What it holds of a prompt, among the answers of [`Index::overlaps`] for each of `prompts`: by the rank that holds most
-    /// of all of them.
-    pub fn holding(&self, prompts: &[Vec<Overlap>]) -> Holding {
+    /// What it holds of a request's prompts, in blocks of its own size, among the answers of [`Index::overlaps`] for each of
+    /// them: by the rank that holds most of all of them.
+    pub fn holding(&self, prompts: &[Vec<Overlap>]) -> router::Overlap {
         let ranks = self.ranks.load();
         // One that has announced nothing yet is a rank all the same.
         let several = ranks.len() > 1 || self.feeds.load().len() > 1;
         let of_rank = |rank: &Rank| {
-            let mut holding = Holding { rank: several.then_some(rank.number), ..Holding::default() };
+            let mut holding = router::Overlap { rank: several.then_some(rank.number), ..router::Overlap::default() };
             for overlaps in prompts {
                 if let Ok(at) = overlaps.binary_search_by_key(&rank.slot, |overlap| overlap.slot) {
                     holding.depth += overlaps[at].depth;
@@ -355,7 +353,7 @@ impl EndpointKv {
         };
         let best = ranks.iter().map(of_rank).max_by_key(|holding| (holding.depth, holding.count)).unwrap_or_default();
         // A rank is named for what it holds; where it holds nothing the engine may choose.
-        Holding { rank: best.rank.filter(|_| best.count > 0), ..best }
+        router::Overlap { rank: best.rank.filter(|_| best.count > 0), ..best }
     }
 
     /// Whether its names agree with the rule.
@@ -381,7 +379,7 @@ impl EndpointKv {
         matches!(**self.names.load(), Names::Ours(_))
     }
 
-    /// Tells when what is known was dropped, because blocks get other names or the mirror proved wrong.
+    /// Tells when everything is to be told again, because blocks get other names or the mirror proved wrong.
     pub fn watch_names(&self) -> watch::Receiver<u64> {
         self.renamed.subscribe()
     }
@@ -522,6 +520,7 @@ impl EndpointKv {
     /// Empties what a feed told of. A new engine life may also run with other flags, so its contract is open again; gives
     /// the contract where its verdict has changed.
     pub fn clear(&self, feed: &Feed, new_life: bool) -> Option<Arc<Contract>> {
+        feed.doubted.store(false, Ordering::Relaxed);
         self.empty(|rank| rank.feed == feed.number);
         if !new_life {
             return None;
@@ -593,12 +592,14 @@ impl EndpointKv {
         self.renamed.send_modify(|times| *times += 1);
     }
 
-    /// The engine reports so little of what was predicted that the mirror is not to be believed: it is emptied, and every feed
-    /// tells its story again where it can be replayed.
+    /// The engine reports so little of what was predicted that the mirror is not to be believed: whoever follows a feed forgets
+    /// what it told of, and lets it tell its story again where it can be replayed. Nothing is emptied here, on a data thread.
     pub fn distrust(&self) {
         count(&self.counters.distrusted, 1);
         self.ledger.start_over();
-        self.empty(|_| true);
+        for feed in self.feeds.load().iter() {
+            feed.doubted.store(true, Ordering::Relaxed);
+        }
         self.renamed.send_modify(|times| *times += 1);
     }
 
@@ -679,6 +680,19 @@ mod tests {
         };
         assert_eq!((held(&one), held(&other)), ((3, 3, Some(1)), (1, 1, None)));
         assert_eq!((one.blocks(), one.names().len(), one.status(crate::clock::now()).ranks), (5, 3, 2));
+    }
+
+    #[test]
+    fn a_mirror_that_is_not_believed_is_forgotten_by_whoever_follows_the_feed() {
+        let index = Arc::new(Index::new(IndexConfig::default()));
+        let endpoint = endpoint(&index);
+        let (feed, told_again) = (endpoint.feed(0), endpoint.watch_names());
+        apply(&endpoint, &batch(0, &[1, 2]));
+        endpoint.distrust();
+        assert!(feed.is_doubted() && told_again.has_changed().unwrap());
+        assert_eq!(endpoint.blocks(), 2, "a data thread walks through no index");
+        endpoint.clear(&feed, false);
+        assert!(!feed.is_doubted() && endpoint.blocks() == 0);
     }
 
     #[test]

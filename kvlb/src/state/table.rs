@@ -285,8 +285,7 @@ impl View for Service {
             for &endpoint in &space.endpoints {
                 if let Some(kv) = self.endpoints.get(endpoint).and_then(|endpoint| endpoint.kv.as_ref()) {
                     let holding = kv.holding(&by_prompt);
-                    held[endpoint] =
-                        Overlap { depth: scaled(holding.depth), count: scaled(holding.count), rank: holding.rank };
+                    held[endpoint] = Overlap { depth: scaled(holding.depth), count: scaled(holding.count), ..holding };
                 }
             }
         }

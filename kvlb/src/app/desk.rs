@@ -15,7 +15,7 @@ use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen, Usage,
 };
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
-use crate::state::{Expectation, InFlight, Onlooker, Service, State, Unserved, ledger};
+use crate::state::{Expectation, InFlight, Onlooker, Service, State, Table, Unserved, ledger};
 use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: from JSON to names, 128 KiB that nobody has seen before take
@@ -38,7 +38,7 @@ const MODELS_NAMED: usize = 20;
 #[derive(Debug)]
 pub(super) struct Desk {
     state: Arc<State>,
-    steps: [Histogram; 4],
+    steps: [Histogram; 3],
     hash_debug: bool,
 }
 
@@ -210,7 +210,7 @@ impl Backplane for Desk {
     fn survey(&self, head: &Head, arrival: &Arrival) -> Result<Survey, Reply> {
         let table = self.state.table();
         let (mut inspect, mut body_limit, mut any) = (None, Duration::ZERO, false);
-        let by_model = table.at(arrival.vip).any(|service| service.rule().key.model.is_some());
+        let by_model = tells_by_model(&table, arrival);
         let model_told = head.fields().text("x-model").is_some();
         let has_prompt = head.method() == "POST" && openai::kind(head.path()) != Kind::Other;
         for service in table.at(arrival.vip) {
@@ -248,7 +248,10 @@ impl Backplane for Desk {
     }
 
     fn begin_hastily(&self, request: &Request, haste: Haste) -> Result<Errand, Reply> {
-        let service = self.service(request, openai::model(&asked(request)).as_deref())?;
+        // In haste a body is read only where the rule depends on it: this is a data thread.
+        let by_model = tells_by_model(&self.state.table(), &request.arrival);
+        let model = if by_model { openai::model(&asked(request)) } else { None };
+        let service = self.service(request, model.as_deref())?;
         let detail = match haste {
             Haste::Budget => "budget",
             Haste::QueueFull => "queue_full",
@@ -513,12 +516,12 @@ impl Drop for Errand {
 
 /// Measures the steps of one decision.
 struct StopWatch<'a> {
-    steps: &'a [Histogram; 4],
+    steps: &'a [Histogram; 3],
     last: Instant,
 }
 
 impl<'a> StopWatch<'a> {
-    fn start(steps: &'a [Histogram; 4]) -> Self {
+    fn start(steps: &'a [Histogram; 3]) -> Self {
         Self { steps, last: clock::now() }
     }
 
@@ -549,6 +552,11 @@ fn asked(request: &Request) -> openai::Request<'_> {
         model_header: request.head.fields().text("x-model"),
         body,
     }
+}
+
+/// Whether the rules at the address where a request arrived are told apart by its model.
+fn tells_by_model(table: &Table, arrival: &Arrival) -> bool {
+    table.at(arrival.vip).any(|service| service.rule().key.model.is_some())
 }
 
 fn allows(rule: &Rule, client: SocketAddr) -> bool {

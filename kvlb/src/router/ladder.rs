@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
-use crate::contract::{BlockHash, BlockSize, Extra, HashError, Hasher, KeySpace, Lora, TokenId};
+use crate::contract::{BlockHash, BlockSize, Extra, HashError, KeySpace, Lora, TokenId};
 use crate::fleet::{ExactMode, Role, Rule, Score, Selector};
 use crate::openai::{self, Input, Prompt};
 use crate::policy::{self, Candidate, Refusal, Settings, Turn};
@@ -15,8 +15,6 @@ use crate::tokenize::{self, Tokenizer};
 pub struct Service {
     /// What the operator wrote.
     pub rule: Arc<Rule>,
-    /// Names blocks as the rule's contract says.
-    pub hasher: Arc<Hasher>,
     /// The numbers that a choice obeys, without `min_overlap`.
     pub settings: Settings,
     /// Tokens that must match before the KV tier is used (`LLB_KV_MIN_MATCH_TOKENS`).
@@ -28,24 +26,21 @@ pub struct Service {
 pub enum Step {
     /// The body became a prompt.
     Parse,
-    /// The prompt became tokens.
+    /// The prompt became tokens, and these block names.
     Tokenize,
-    /// The tokens became block names.
-    Hash,
     /// The names were weighed against inventories and load.
     Choose,
 }
 
 impl Step {
     /// Every step, in order.
-    pub const ALL: [Self; 4] = [Self::Parse, Self::Tokenize, Self::Hash, Self::Choose];
+    pub const ALL: [Self; 3] = [Self::Parse, Self::Tokenize, Self::Choose];
 
     /// The metric's label.
     pub const fn label(self) -> &'static str {
         match self {
             Self::Parse => "parse",
             Self::Tokenize => "tokenize",
-            Self::Hash => "hash",
             Self::Choose => "choose",
         }
     }
@@ -212,7 +207,9 @@ pub fn route(
         candidate.eligible &= role.is_some_and(&serves) && !tried.contains(&candidate.endpoint);
     }
     let prompts = shapes(named, service.rule.kv.block_size);
-    let decision = match affinity(service, named, view, &mut candidates) {
+    let named = named.as_ref().map_err(|miss| *miss);
+    let held = named.map(|named| view.held(named)).unwrap_or_default();
+    let decision = match named.and_then(|named| affinity(service, named, view, &held, &mut candidates)) {
         Ok(decision) => Decision { prompts, ..decision },
         Err(miss) => Decision { miss: Some(miss), prompts, ..Decision::default() },
     };
@@ -224,7 +221,6 @@ pub fn route(
         return Decision { endpoint, ..decision };
     }
     // A trial: what the tier would choose is told, and the selector chooses.
-    let held = named.as_ref().map(|named| view.held(named)).unwrap_or_default();
     let here = endpoint.and_then(|endpoint| held.get(endpoint)).copied().unwrap_or_default();
     let observed =
         decision.endpoint.map(|endpoint| Observed { endpoint, depth: decision.depth, expected: decision.expected });
@@ -253,15 +249,14 @@ fn serving_role(rule: &Rule) -> impl Fn(Role) -> bool {
     move |role| if split { role == Role::Prefill } else { true }
 }
 
-/// What the KV tier chooses; the prompts' shapes are left to the caller.
+/// What the KV tier chooses, given what each endpoint holds; the prompts' shapes are left to the caller.
 fn affinity(
     service: &Service,
-    named: &Result<Named, Miss>,
+    named: &Named,
     view: &dyn View,
+    held: &[Overlap],
     candidates: &mut [Candidate],
 ) -> Result<Decision, Miss> {
-    let named = named.as_ref().map_err(|miss| *miss)?;
-    let held = view.held(named);
     let announced = |endpoint: usize| {
         held.get(endpoint).map_or(0, |held| match service.rule.kv.score {
             Score::Prefix => held.depth,
@@ -366,7 +361,7 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;
-    use crate::contract::NoneSeed;
+    use crate::contract::{Hasher, KeyEra, NoneSeed};
     use crate::fleet::fixtures::{endpoint, rule};
     use crate::openai::Request;
     use crate::policy::Blend;
@@ -433,15 +428,19 @@ mod tests {
         let mut rule = rule();
         rule.kv.mode = mode;
         rule.endpoints = roles.iter().zip(1..).map(|(role, octet)| endpoint(octet, *role)).collect();
-        let hasher = Hasher::new(rule.kv.algo, &NoneSeed::Text("0".to_owned()), rule.kv.block_size);
-        Service { rule: Arc::new(rule), hasher: Arc::new(hasher), settings: Settings::default(), min_match_tokens: 16 }
+        Service { rule: Arc::new(rule), settings: Settings::default(), min_match_tokens: 16 }
+    }
+
+    /// How the rule says that blocks are named.
+    fn key_space(service: &Service, era: KeyEra) -> KeySpace {
+        let kv = &service.rule.kv;
+        Hasher::new(kv.algo, &NoneSeed::Text("0".to_owned()), kv.block_size).key_space(era)
     }
 
     /// All endpoints name blocks as the rule says.
     fn spaces(service: &Service) -> Vec<Space> {
-        let key_space = service.hasher.key_space(crate::contract::KeyEra::Tagged);
         let endpoints = (0..service.rule.endpoints.len()).collect();
-        if service.hasher.provable() { vec![Space { key_space, lora: None, endpoints }] } else { Vec::new() }
+        vec![Space { key_space: key_space(service, KeyEra::Tagged), lora: None, endpoints }]
     }
 
     fn pool(endpoints: usize) -> (Service, Fleet) {
@@ -456,6 +455,10 @@ mod tests {
     }
 
     fn ask(service: &Service, body: &[u8]) -> Result<Named, Miss> {
+        ask_in(service, spaces(service), body)
+    }
+
+    fn ask_in(service: &Service, spaces: Vec<Space>, body: &[u8]) -> Result<Named, Miss> {
         let request = Request { method: "POST", path: "/v1/completions", model_header: None, body };
         let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
         let limits = tokenize::Limits::default();
@@ -464,7 +467,7 @@ mod tests {
             prompt.as_ref().map_err(|miss| *miss),
             Err("not_staged"),
             &limits,
-            (spaces(service), &Forgetful),
+            (spaces, &Forgetful),
             &mut |_| (),
         )
     }
@@ -520,9 +523,8 @@ mod tests {
         service.rule = Arc::new(off);
         assert_eq!(why(&service, br#"{"model":"m","prompt":[1]}"#), Some(Reason::ModeOff));
         service.rule = Arc::new(rule());
-        service.hasher =
-            Arc::new(Hasher::new(crate::contract::HashAlgo::XxhashCbor, &NoneSeed::Unset, service.rule.kv.block_size));
-        assert_eq!(why(&service, br#"{"model":"m","prompt":[1]}"#), Some(Reason::Hashes));
+        let unprovable = ask_in(&service, Vec::new(), br#"{"model":"m","prompt":[1]}"#);
+        assert_eq!(unprovable, Err(Miss::because(Reason::Hashes, "unprovable")));
     }
 
     #[test]
@@ -607,22 +609,11 @@ mod tests {
     fn a_way_of_naming_without_names_for_a_prompt_leaves_the_others() {
         let (service, _) = pool(2);
         let lora = Some(Lora { name: "a".to_owned(), path: None, number: None });
-        let tagged = service.hasher.key_space(crate::contract::KeyEra::Tagged);
-        let untagged = service.hasher.key_space(crate::contract::KeyEra::Untagged);
+        let tagged = key_space(&service, KeyEra::Tagged);
+        let untagged = key_space(&service, KeyEra::Untagged);
         let space = |key_space, endpoint| Space { key_space, lora: lora.clone(), endpoints: vec![endpoint] };
         let body = serde_json::json!({"model": "a", "prompt": ids(0..32)}).to_string();
-        let request = Request { method: "POST", path: "/v1/completions", model_header: None, body: body.as_bytes() };
-        let prompt = openai::parse(&request).unwrap();
-        let ask = |spaces| {
-            name(
-                &service,
-                Ok(&prompt),
-                Err("not_staged"),
-                &tokenize::Limits::default(),
-                (spaces, &Forgetful),
-                &mut |_| (),
-            )
-        };
+        let ask = |spaces| ask_in(&service, spaces, body.as_bytes());
         let some = ask(vec![space(tagged, 0), space(untagged, 1)]).unwrap();
         assert_eq!(some.spaces.iter().map(|space| space.endpoints.clone()).collect::<Vec<_>>(), [[1]]);
         assert_eq!(some.prompts[0].names.len(), 1);

@@ -33,7 +33,7 @@ pub use texts::{Texts, TextsUse};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;
-use crate::contract::{Hasher, NoneSeed, Rehash};
+use crate::contract::{NoneSeed, Rehash};
 use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
 use crate::router;
@@ -212,7 +212,6 @@ impl State {
         Service {
             ready: router::Service {
                 rule: Arc::clone(rule),
-                hasher: Arc::new(Hasher::new(rule.kv.algo, &self.config.none_seed, rule.kv.block_size)),
                 settings: self.settings(rule),
                 min_match_tokens: self.config.min_match_tokens,
             },

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use tokio::sync::Mutex;
 use tokio::time::interval;
 
 use crate::openai::{Input, TokenOptions};
@@ -45,19 +46,23 @@ enum Error {
 /// Serves wanted models for ever, and loads a model again when its files changed.
 pub async fn keep_loaded(dir: PathBuf, state: Arc<State>) {
     let mut loaded: HashMap<ModelSlug, Stamp> = HashMap::new();
+    let quickening = Arc::new(Mutex::new(()));
     let mut tick = interval(RESCAN);
     loop {
         tokio::select! {
             wanted = state.tokenizers.next_wanted() => {
                 // Asked for again while it was being loaded, a model is here already.
                 for wanted in wanted.into_iter().filter(|wanted| !state.tokenizers.knows(&wanted.slug)) {
-                    load(&dir, &wanted, &state, &mut loaded).await;
+                    let tokenizer = load(&dir, &wanted, &state, &mut loaded).await;
+                    quicken_aside(&quickening, &state, wanted.slug, tokenizer);
                 }
             }
             _ = tick.tick() => {
                 loaded.retain(|slug, _| state.tokenizers.knows(slug));
                 for slug in changed(&dir, &loaded).await {
-                    load(&dir, &Wanted { slug, by_client: false }, &state, &mut loaded).await;
+                    let wanted = Wanted { slug, by_client: false };
+                    let tokenizer = load(&dir, &wanted, &state, &mut loaded).await;
+                    quicken_aside(&quickening, &state, wanted.slug, tokenizer);
                 }
             }
         }
@@ -78,7 +83,13 @@ pub fn load_now(dir: &Path, model: &str) -> Result<Tokenizer, String> {
 /// What the files of a folder looked like when they were read; `None` without a folder.
 type Stamp = Option<Vec<(OsString, u64, Option<SystemTime>)>>;
 
-async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut HashMap<ModelSlug, Stamp>) {
+/// Puts what is found of a model in force; gives its tokenizer where that is usable.
+async fn load(
+    dir: &Path,
+    wanted: &Wanted,
+    state: &State,
+    loaded: &mut HashMap<ModelSlug, Stamp>,
+) -> Option<Arc<Tokenizer>> {
     let slug = &wanted.slug;
     let (dir, name) = (dir.to_owned(), slug.clone());
     let found = tokio::task::spawn_blocking(move || {
@@ -94,13 +105,7 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
     let staged = match tokenizer {
         Ok(tokenizer) => {
             tracing::info!(model, "tokenizer loaded");
-            let tokenizer = Arc::new(tokenizer);
-            // Requests are served by the reference in the meantime; whoever comes later has waited for nothing.
-            drop(tokio::task::spawn_blocking({
-                let (tokenizer, state, slug) = (Arc::clone(&tokenizer), Arc::clone(state), slug.clone());
-                move || quicken(&state, &slug, &tokenizer)
-            }));
-            Staged::Ready(tokenizer)
+            Staged::Ready(Arc::new(tokenizer))
         }
         Err(error) => {
             match error {
@@ -112,6 +117,22 @@ async fn load(dir: &Path, wanted: &Wanted, state: &Arc<State>, loaded: &mut Hash
     };
     loaded.insert(slug.clone(), stamp);
     state.tokenizers.put(slug, &staged);
+    match staged {
+        Staged::Ready(tokenizer) => Some(tokenizer),
+        Staged::Unusable(_) => None,
+    }
+}
+
+/// Lets a tokenizer's quick twin be made beside everything else, one model at a time: it takes a core for seconds. Requests are
+/// served by the reference until then.
+fn quicken_aside(turn: &Arc<Mutex<()>>, state: &Arc<State>, slug: ModelSlug, tokenizer: Option<Arc<Tokenizer>>) {
+    let Some(tokenizer) = tokenizer else { return };
+    let (turn, state) = (Arc::clone(turn), Arc::clone(state));
+    drop(tokio::spawn(async move {
+        let _turn = turn.lock().await;
+        // Cancelled only when the process ends.
+        drop(tokio::task::spawn_blocking(move || quicken(&state, &slug, &tokenizer)).await);
+    }));
 }
 
 /// Puts a tokenizer's quick twin in its place, once there is one that makes the same tokens.

@@ -1,7 +1,7 @@
 //! A JSON value as Python's `json` module would hand it to the engine.
 
 use std::collections::HashMap;
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
@@ -67,10 +67,7 @@ impl Json {
             Self::Null => out.push_str("null"),
             Self::Bool(flag) => out.push_str(if *flag { "true" } else { "false" }),
             Self::Int(int) => out.push_str(&int.to_string()),
-            Self::Float(float) if *float == 0.0 || PLAIN_FLOATS.contains(&float.abs()) => {
-                out.push_str(&serde_json::Value::from(*float).to_string());
-            }
-            Self::Float(_) => return false,
+            Self::Float(float) => return plain_float(*float).is_some_and(|float| write!(out, "{float:?}").is_ok()),
             Self::Text(text) => write_text(text, out),
             Self::List(items) => return write_all(['[', ']'], items, Self::write, out),
             Self::Map(entries) => {
@@ -86,10 +83,16 @@ impl Json {
     }
 }
 
-/// Numbers that Python writes without an exponent, and with the digits that Rust writes.
-const PLAIN_FLOATS: std::ops::Range<f64> = 1e-4..1e16;
+/// A number that Python and Rust write with the same digits and without an exponent.
+///
+/// Source: Python writes an exponent below 1e-4 and from 1e16 on.
+pub(crate) fn plain_float(float: f64) -> Option<f64> {
+    let size = float.abs();
+    (size == 0.0 || (1e-4..1e16).contains(&size)).then_some(float)
+}
 
-fn write_all<T>(
+/// Appends `items` between two brackets and with commas, as Python does; false as soon as the notation of one is not known.
+pub(crate) fn write_all<T>(
     [open, close]: [char; 2],
     items: &[T],
     write: impl Fn(&T, &mut String) -> bool,

@@ -15,6 +15,7 @@ mod responses;
 use serde_json::value::RawValue;
 
 pub use json::Json;
+pub(crate) use json::{plain_float, write_all};
 pub use miss::{BadBody, Miss, NoText, Unsupported};
 pub use prompt::{Api, Chat, Input, Message, Part, PartKind, Prompt, Side, TokenOptions, ToolCall, Truncate};
 

@@ -31,6 +31,8 @@ pub(super) struct Template {
     reading: Reading,
     source: String,
     marks_generation: bool,
+    /// Whether it names the role `developer`.
+    knows_developers: bool,
 }
 
 /// The named special tokens of a tokenizer, as a template sees them: `bos_token` and its like.
@@ -58,7 +60,8 @@ impl Template {
             Ok::<_, Error>(environment)
         };
         let (environment, hasty) = (environment(python::FUEL)?, Some(environment(SMALL_FUEL)?));
-        let mut template = Self { environment, hasty, reading, source, marks_generation };
+        let knows_developers = source.contains("\"developer\"") || source.contains("'developer'");
+        let mut template = Self { environment, hasty, reading, source, marks_generation, knows_developers };
         if template.fill(smallest_chat(), true) == Err(Miss::Work) {
             template.hasty = None;
         }
@@ -90,8 +93,7 @@ impl Template {
         if chat.continue_final_message && chat.add_generation_prompt {
             return Err(Miss::Rejected);
         }
-        let knows_developers = self.source.contains("\"developer\"") || self.source.contains("'developer'");
-        let mut turns = conversation::turns(&shown.messages, self.reading.format, knows_developers);
+        let mut turns = conversation::turns(&shown.messages, self.reading.format, self.knows_developers);
         let open = if chat.continue_final_message { Some(open_end(&mut turns)?) } else { None };
         let variables = variables(shown, &turns, special, now).ok_or(Miss::Number)?;
         let text = self.fill(variables, is_small(shown))?;

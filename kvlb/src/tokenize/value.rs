@@ -7,7 +7,7 @@ use std::sync::Arc;
 use minijinja::value::{Enumerator, Object, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-use crate::openai::Json;
+use crate::openai::{Json, plain_float, write_all};
 
 thread_local! {
     /// Whether a value whose Python notation is not known has printed itself during the rendering on this thread.
@@ -41,14 +41,6 @@ pub(super) fn value(json: &Json) -> Option<Value> {
             dict.into()
         }
     })
-}
-
-/// A number that Python and Rust write with the same digits and without an exponent.
-///
-/// Source: Python writes an exponent below 1e-4 and from 1e16 on.
-pub(super) fn plain_float(float: f64) -> Option<f64> {
-    let size = float.abs();
-    (size == 0.0 || (1e-4..1e16).contains(&size)).then_some(float)
 }
 
 /// A list of values.
@@ -346,25 +338,6 @@ fn write_repr(value: &Value, out: &mut String) -> bool {
         (None, ValueKind::Number) => number(value).map(|text| out.push_str(&text)).is_ok(),
         _ => false,
     }
-}
-
-fn write_all<T>(
-    [open, close]: [char; 2],
-    items: &[T],
-    write: impl Fn(&T, &mut String) -> bool,
-    out: &mut String,
-) -> bool {
-    out.push(open);
-    for (place, item) in items.iter().enumerate() {
-        if place > 0 {
-            out.push_str(", ");
-        }
-        if !write(item, out) {
-            return false;
-        }
-    }
-    out.push(close);
-    true
 }
 
 /// Text in quotes: single ones, unless only double ones do without escapes.

@@ -6,9 +6,8 @@
 use std::collections::HashSet;
 use std::fmt::Write as _;
 
-use crate::openai::Json;
+use crate::openai::{Json, plain_float};
 use crate::tokenize::miss::Miss;
-use crate::tokenize::value::plain_float;
 
 /// Bytes that tools may become. Nested types are indented, so a body can ask for much more text than it has itself; no
 /// model takes as much as this.

@@ -76,6 +76,24 @@ pub(super) struct Request {
     pub(super) sink: mpsc::UnboundedSender<Output>,
 }
 
+impl Request {
+    /// A plain one: one answer, which ends at its length; the base model, and nothing that enters names besides tokens.
+    fn plain(prompt: Vec<u32>, outputs: Vec<u32>, sink: mpsc::UnboundedSender<Output>) -> Self {
+        Self {
+            prompt,
+            outputs,
+            finish: Finish::Length,
+            lora: None,
+            salt: None,
+            session: None,
+            report_hits: false,
+            choice: 0,
+            n: 1,
+            sink,
+        }
+    }
+}
+
 /// What the next step computes.
 #[derive(Debug, Default)]
 pub(super) struct Step {
@@ -163,18 +181,7 @@ impl Scheduler {
 
     /// Caches a prompt that nobody asked for; the events of it, each of at most `per_event` blocks.
     pub(super) fn preload(&mut self, prompt: Vec<u32>, per_event: usize, now: Instant) -> Vec<Event> {
-        let request = Request {
-            prompt,
-            outputs: Vec::new(),
-            finish: Finish::Length,
-            lora: None,
-            salt: None,
-            session: None,
-            report_hits: false,
-            choice: 0,
-            n: 1,
-            sink: mpsc::unbounded_channel().0,
-        };
+        let request = Request::plain(prompt, Vec::new(), mpsc::unbounded_channel().0);
         self.cache.preload(Sequence::new(0, request, now), per_event)
     }
 
@@ -389,7 +396,7 @@ mod tests {
     use tokio::sync::mpsc::{self, UnboundedReceiver};
     use tokio::time::Instant;
 
-    use super::{Event, Finish, Limits, Output, Request, Scheduler, SeqId, Shape};
+    use super::{Event, Limits, Output, Request, Scheduler, SeqId, Shape};
     use crate::engine::{Algorithm, Naming};
 
     const BLOCK_SIZE: usize = 4;
@@ -408,19 +415,7 @@ mod tests {
 
     fn submit(scheduler: &mut Scheduler, prompt: Vec<u32>, outputs: Vec<u32>) -> (SeqId, UnboundedReceiver<Output>) {
         let (sink, receiver) = mpsc::unbounded_channel();
-        let request = Request {
-            prompt,
-            outputs,
-            finish: Finish::Length,
-            lora: None,
-            salt: None,
-            session: None,
-            report_hits: false,
-            choice: 0,
-            n: 1,
-            sink,
-        };
-        (scheduler.submit(request, Instant::now()), receiver)
+        (scheduler.submit(Request::plain(prompt, outputs, sink), Instant::now()), receiver)
     }
 
     /// One step; what it tells is added to `mirror`, its tokens are sent.

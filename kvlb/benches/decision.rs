@@ -47,12 +47,13 @@ fn main() {
     line("  of it, the chain", bench.chain());
     line("fast tokenizer, words seen before", bench.fast());
     line("body to prompt", bench.parse());
-    line("template", bench.render());
+    line("template, the first chat of its shape", bench.render());
+    line("template, by the outline of other chats", bench.outline());
     line("text to names: cold, words seen before", bench.cold());
     line("text to names: cold, first sight", bench.first_sight());
     line("text to names: warm, a tail of 300 new bytes", bench.tail());
     line("text to names: warm", bench.warm());
-    let decision = |step: Duration| bench.parse() + bench.render() + step;
+    let decision = |step: Duration| bench.parse() + bench.outline() + step;
     let judged = |what: &str, time: Duration, (most, share): (Duration, u32)| {
         line(what, time);
         let met = |met: bool| if met { "met" } else { "MISSED" };
@@ -171,7 +172,7 @@ impl Bench {
         let of = |turn: usize| {
             let (start, end) = (from + bytes * turn / 20, from + bytes * (turn + 1) / 20);
             let role = if turn.is_multiple_of(2) { "user" } else { "assistant" };
-            serde_json::json!({ "role": role, "content": self.corpus.get(start..end).unwrap_or(&self.corpus[..bytes / 20]) })
+            serde_json::json!({ "role": role, "content": self.corpus.get(start..end).unwrap_or(&self.corpus[..bytes / 20]).trim() })
         };
         let messages: Vec<_> = (0..20).map(of).collect();
         serde_json::json!({ "model": "m", "messages": messages, "stream": true, "max_tokens": 512 })
@@ -204,9 +205,19 @@ impl Bench {
         timed(ROUNDS, || self.tokenizer.render(&self.chat, &Limits::default()))
     }
 
+    /// With what other chats of as many messages have left.
+    fn outline(&self) -> Duration {
+        let memory = Texts::new(MEMORY_BYTES, 1);
+        let render = |chat: &Chat| self.tokenizer.render_with(chat, &Limits::default(), Some(&memory));
+        for number in 1..3 {
+            render(&chat(&self.body_of(number * 100, TOKENS * 2))).expect("the chat renders");
+        }
+        timed(ROUNDS, || render(&self.chat))
+    }
+
     fn names(&self, text: &Input, memory: &Texts) {
         let options = TokenOptions { add_special_tokens: Some(false), ..TokenOptions::default() };
-        let naming = Naming { spaces: &self.spaces, memory, new_bytes_max: usize::MAX };
+        let naming = Naming { spaces: &self.spaces, memory };
         black_box(self.tokenizer.names(text, &options, &Limits::default(), naming).expect("a text has names"));
     }
 

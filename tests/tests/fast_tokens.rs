@@ -68,6 +68,8 @@ fn check(name: &str, model_type: &str, fast: bool) -> Result<()> {
     let status = quick.status();
     assert_eq!(status.backend == Backend::Fast, fast, "{status:?}");
     assert_eq!(status.cuts, name != "llama2", "{status:?}");
+    let has_template = matches!(name, "qwen3" | "llama31" | "gemma3" | "deepseekv3mt");
+    assert_eq!(status.outlines, has_template, "{status:?}");
     let added = added_tokens(&folder)?;
     let config = Config { cases: CASES, failure_persistence: None, ..Config::default() };
     let texts = prop::collection::vec((text(added), 0.0..1.0), 1..4);
@@ -140,7 +142,7 @@ type NamesBySpace = Vec<Vec<BlockHash>>;
 
 fn names(quick: &Tokenizer, text: &str, special: bool, memory: &Texts) -> Result<(usize, NamesBySpace), TestCaseError> {
     let spaces = spaces();
-    let naming = Naming { spaces: &spaces, memory, new_bytes_max: usize::MAX };
+    let naming = Naming { spaces: &spaces, memory };
     let names = quick.names(&Input::Text(text.to_owned()), &options(special), &Limits::default(), naming);
     names.map(|names| (names.tokens, names.names)).map_err(failed)
 }

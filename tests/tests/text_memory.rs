@@ -34,7 +34,7 @@ fn what_it_says_to_take_is_what_it_takes() {
         let lines: Vec<_> =
             (0..1000).map(|line| format!("Line {line} of text {number}, about nothing much.")).collect();
         let text = lines.join("\n");
-        let naming = Naming { spaces: &spaces, memory: &memory, new_bytes_max: usize::MAX };
+        let naming = Naming { spaces: &spaces, memory: &memory };
         tokenizer.names(&Input::Text(text), &TokenOptions::default(), &Limits::default(), naming).unwrap();
     }
     let (said, taken) = (memory.usage().bytes, resident().saturating_sub(before));

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use kvlb::contract::TokenId;
-use kvlb::openai::{self, Request};
+use kvlb::openai::{self, Input, Request};
+use kvlb::state::Texts;
 use kvlb::tokenize::{EngineOptions, Files, Limits, Tokenizer, WallTime};
 use kvlb_tests::packages;
 use serde_json::Value;
@@ -154,10 +155,11 @@ fn thinking_is_switched_off_as_each_model_allows() -> Result<()> {
             Err(error) => return skipped(name, &error),
         };
         let tokenizer = load(files(&folder)?, model_type)?;
+        let memory = Texts::new(1 << 20, 1);
         let ids = |key: &str, value: Value| {
             let request = serde_json::json!({"messages": [{"role": "user", "content": "x"}], key: value});
             let row = serde_json::json!({"endpoint": "/v1/messages", "request": request});
-            tokens(&tokenizer, &row, RECORDED)?.map_err(anyhow::Error::msg)
+            tokens(&tokenizer, &row, RECORDED, &memory)?.map_err(anyhow::Error::msg)
         };
         let off = ids("thinking", serde_json::json!({"type": "disabled"}))?;
         assert_eq!(off, ids("output_config", serde_json::json!({ "effort": effort }))?, "{name}");
@@ -181,7 +183,7 @@ fn a_running_engine_counted_as_many_tokens_by_the_other_apis() -> Result<()> {
         };
         let (request, response) = (body("request")?, body("response")?);
         let row = serde_json::json!({"endpoint": format!("/v1/{name}"), "request": request});
-        let ids = tokens(&tokenizer, &row, RECORDED)?.map_err(anyhow::Error::msg)?;
+        let ids = tokens(&tokenizer, &row, RECORDED, &Texts::new(1 << 20, 1))?.map_err(anyhow::Error::msg)?;
         let count = |pointer: &str| response.pointer(pointer).and_then(Value::as_u64).unwrap_or(0);
         // The Messages API counts apart what it found in its cache.
         let counted = count("/usage/input_tokens") + count("/usage/cache_read_input_tokens");
@@ -222,8 +224,9 @@ fn run(name: &str, files: Files) -> Result<Tally> {
     let tokenizer = load(files, text(&meta, "model_type")?)?;
     let now = meta["seconds"].as_i64().map_or(RECORDED, WallTime::from_seconds);
     let (mut tally, mut wrong) = (Tally::default(), Vec::new());
+    let memory = Texts::new(64 << 20, 1);
     for row in rows {
-        let got = tokens(&tokenizer, &row, now)?;
+        let got = tokens(&tokenizer, &row, now, &memory)?;
         if row["status"] != 200 {
             tally.refused += 1;
             continue;
@@ -273,8 +276,8 @@ fn load(files: Files, model_type: &str) -> Result<Tokenizer> {
     Ok(Tokenizer::load(&files, EngineOptions { trust_request_template: true, ..EngineOptions::default() })?)
 }
 
-/// The ids of each prompt of a row's request, or why there are none.
-fn tokens(tokenizer: &Tokenizer, row: &Value, now: WallTime) -> Result<Result<Vec<Vec<u32>>, String>> {
+/// The ids of each prompt of a row's request, or why there are none. What `memory` knows of other chats changes no prompt.
+fn tokens(tokenizer: &Tokenizer, row: &Value, now: WallTime, memory: &Texts) -> Result<Result<Vec<Vec<u32>>, String>> {
     let body = serde_json::to_vec(&row["request"])?;
     // `/tokenize` takes the bodies of both and makes the same tokens of them.
     let path = match text(row, "endpoint")? {
@@ -288,6 +291,13 @@ fn tokens(tokenizer: &Tokenizer, row: &Value, now: WallTime) -> Result<Result<Ve
         Err(miss) => return Ok(Err(miss.detail().to_owned())),
     };
     let limits = Limits { max_model_len: Some(8192), now: Some(now), ..Limits::default() };
+    for chat in prompt.inputs.iter().filter_map(|input| if let Input::Chat(chat) = input { Some(chat) } else { None }) {
+        let text = tokenizer.render(chat, &limits);
+        // Met, outlined, and made by the outline.
+        for _ in 0..3 {
+            ensure!(tokenizer.render_with(chat, &limits, Some(memory)) == text, "outlined otherwise: {row}");
+        }
+    }
     let plain = |ids: Vec<TokenId>| ids.into_iter().map(|id| id.0).collect();
     let ids = prompt.inputs.iter().map(|input| tokenizer.tokens(input, &prompt.options, &limits).map(plain));
     Ok(ids.collect::<Result<_, _>>().map_err(|miss| miss.detail().to_owned()))

@@ -133,7 +133,7 @@ pub fn name(
         // What is not known of the tokens comes first in the document's order.
         Err(miss) => return tokens(prompt, tokenizer, limits).and(Err(miss)),
     };
-    let naming = tokenize::Naming { spaces: &ways, memory, new_bytes_max: usize::MAX };
+    let naming = tokenize::Naming { spaces: &ways, memory };
     let names = |input: &Input| match (input, tokenizer) {
         (Input::Tokens(ids), _) if prompt.options.truncate.is_none() => {
             Ok(tokenize::Names::of_tokens(&ids[..ids.len().min(limits.max_tokens)], &ways)?)
@@ -333,7 +333,6 @@ impl From<tokenize::NameError> for Miss {
         match error {
             tokenize::NameError::Tokens(miss) => miss.into(),
             tokenize::NameError::Hash(_) => Self::because(Reason::Hashes, "extra_key"),
-            tokenize::NameError::Work { .. } => Self::because(Reason::Tokenize, "budget"),
         }
     }
 }
@@ -370,6 +369,10 @@ mod tests {
     struct Forgetful;
 
     impl tokenize::Memory for Forgetful {
+        fn shape(&self, _key: u128) -> Option<Arc<tokenize::Shape>> {
+            None
+        }
+        fn keep_shape(&self, _key: u128, _shape: Arc<tokenize::Shape>) {}
         fn seed(&self) -> u64 {
             0
         }

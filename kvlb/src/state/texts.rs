@@ -1,4 +1,4 @@
-//! What prompts of late began with: the memory of [`Tokenizer::names`](crate::tokenize::Tokenizer::names).
+//! What prompts of late began with, and the shapes of chats: the memory of [`Tokenizer::names`](crate::tokenize::Tokenizer::names).
 //!
 //! Bounded in bytes. What was asked for longest ago goes first, in two generations: what is asked for lives in the young
 //! one; when that has half of the room, the old one goes and the young one becomes the old. So what is kept has been
@@ -12,11 +12,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::tokenize::{Link, Memory};
+use crate::tokenize::{Link, Memory, Shape};
 
 /// Shards: many more than threads that name prompts, so that two seldom meet, and so many that dropping a generation of
 /// one takes less than a millisecond.
 const SHARDS: usize = 256;
+
+/// Shapes of chats are few, and large where they have tools in them.
+const SHAPE_SHARDS: usize = 16;
+
+/// The part of the room that shapes have.
+const SHAPES_SHARE: usize = 16;
 
 /// Bytes that one entry takes besides its link: the key, the reference and its counts, the map's own byte, the slack of a
 /// map that has just doubled, and what the allocator adds to each of some four pieces.
@@ -26,9 +32,8 @@ const ENTRY_BYTES: usize = 144;
 #[derive(Debug)]
 pub struct Texts {
     seed: u64,
-    /// Bytes that one generation of one shard may have.
-    generation_bytes: usize,
-    shards: Box<[Mutex<Shard>]>,
+    links: Shards<Link>,
+    shapes: Shards<Shape>,
     recalled: AtomicU64,
     unknown: AtomicU64,
 }
@@ -42,42 +47,35 @@ pub struct TextsUse {
     pub unknown: u64,
     /// Parts in memory.
     pub parts: usize,
-    /// Bytes that they take.
+    /// Bytes that they take, and what is known of shapes.
     pub bytes: usize,
 }
 
 impl Texts {
     /// A memory of at most `bytes_max` bytes. `seed` is a random number that nobody outside knows.
     pub fn new(bytes_max: usize, seed: u64) -> Self {
-        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
-        let generation_bytes = bytes_max / SHARDS / 2;
-        Self { seed, generation_bytes, shards, recalled: AtomicU64::new(0), unknown: AtomicU64::new(0) }
+        let for_shapes = bytes_max / SHAPES_SHARE;
+        Self {
+            seed,
+            links: Shards::new(SHARDS, bytes_max - for_shapes),
+            shapes: Shards::new(SHAPE_SHARDS, for_shapes),
+            recalled: AtomicU64::new(0),
+            unknown: AtomicU64::new(0),
+        }
     }
 
     /// What it has done and has.
     pub fn usage(&self) -> TextsUse {
-        let (mut parts, mut bytes) = (0, 0);
-        for shard in &self.shards {
-            let shard = shard.lock();
-            parts += shard.young.links.len() + shard.old.links.len();
-            bytes += shard.young.bytes + shard.old.bytes;
-        }
+        let (parts, links) = self.links.usage();
+        let (_, shapes) = self.shapes.usage();
         let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        TextsUse { recalled: count(&self.recalled), unknown: count(&self.unknown), parts, bytes }
+        TextsUse { recalled: count(&self.recalled), unknown: count(&self.unknown), parts, bytes: links + shapes }
     }
 
     /// Forgets everything.
     pub fn clear(&self) {
-        for shard in &self.shards {
-            let forgotten = std::mem::take(&mut *shard.lock());
-            drop(forgotten);
-        }
-    }
-
-    fn shard(&self, key: u128) -> &Mutex<Shard> {
-        // The map inside goes by the low bits.
-        let [high, ..] = key.to_be_bytes();
-        &self.shards[usize::from(high) % SHARDS]
+        self.links.clear();
+        self.shapes.clear();
     }
 }
 
@@ -87,63 +85,145 @@ impl Memory for Texts {
     }
 
     fn recall(&self, key: u128) -> Option<Arc<Link>> {
-        let (link, forgotten) = self.shard(key).lock().recall(key, self.generation_bytes);
-        // Not under the lock: there may be a thousand of them.
-        drop(forgotten);
+        let link = self.links.recall(key);
         let count = if link.is_some() { &self.recalled } else { &self.unknown };
         count.fetch_add(1, Ordering::Relaxed);
         link
     }
 
     fn keep(&self, key: u128, link: Arc<Link>) {
-        let forgotten = self.shard(key).lock().keep(key, link, self.generation_bytes);
+        self.links.keep(key, link);
+    }
+
+    fn shape(&self, key: u128) -> Option<Arc<Shape>> {
+        self.shapes.recall(key)
+    }
+
+    fn keep_shape(&self, key: u128, shape: Arc<Shape>) {
+        self.shapes.keep(key, shape);
+    }
+}
+
+/// What is kept, and takes bytes.
+trait Kept {
+    /// How many, with the entry around it.
+    fn room(&self) -> usize;
+}
+
+impl Kept for Link {
+    fn room(&self) -> usize {
+        self.bytes() + ENTRY_BYTES
+    }
+}
+
+impl Kept for Shape {
+    fn room(&self) -> usize {
+        self.bytes() + ENTRY_BYTES
+    }
+}
+
+/// Things of one kind.
+#[derive(Debug)]
+struct Shards<T> {
+    /// Bytes that one generation of one shard may have.
+    generation_bytes: usize,
+    shards: Box<[Mutex<Shard<T>>]>,
+}
+
+impl<T: Kept> Shards<T> {
+    fn new(shards: usize, bytes_max: usize) -> Self {
+        let generation_bytes = bytes_max / shards / 2;
+        Self { generation_bytes, shards: (0..shards).map(|_| Mutex::default()).collect() }
+    }
+
+    /// How many there are, and bytes that they take.
+    fn usage(&self) -> (usize, usize) {
+        let (mut count, mut bytes) = (0, 0);
+        for shard in &self.shards {
+            let shard = shard.lock();
+            count += shard.young.things.len() + shard.old.things.len();
+            bytes += shard.young.bytes + shard.old.bytes;
+        }
+        (count, bytes)
+    }
+
+    fn clear(&self) {
+        for shard in &self.shards {
+            let forgotten = std::mem::take(&mut *shard.lock());
+            drop(forgotten);
+        }
+    }
+
+    fn recall(&self, key: u128) -> Option<Arc<T>> {
+        let (found, forgotten) = self.shard(key).lock().recall(key, self.generation_bytes);
+        // Not under the lock: there may be a thousand of them.
         drop(forgotten);
+        found
+    }
+
+    fn keep(&self, key: u128, thing: Arc<T>) {
+        let forgotten = self.shard(key).lock().keep(key, thing, self.generation_bytes);
+        drop(forgotten);
+    }
+
+    fn shard(&self, key: u128) -> &Mutex<Shard<T>> {
+        // The map inside goes by the low bits.
+        let [high, ..] = key.to_be_bytes();
+        &self.shards[usize::from(high) % self.shards.len()]
     }
 }
 
 /// Part of the memory.
-#[derive(Debug, Default)]
-struct Shard {
-    young: Generation,
-    old: Generation,
+#[derive(Debug)]
+struct Shard<T> {
+    young: Generation<T>,
+    old: Generation<T>,
 }
 
-/// Links of about the same age.
-#[derive(Debug, Default)]
-struct Generation {
-    links: HashMap<u128, Arc<Link>, BuildHasherDefault<AlreadyHashed>>,
+impl<T> Default for Shard<T> {
+    fn default() -> Self {
+        Self { young: Generation::default(), old: Generation::default() }
+    }
+}
+
+/// Things of about the same age.
+#[derive(Debug)]
+struct Generation<T> {
+    things: HashMap<u128, Arc<T>, BuildHasherDefault<AlreadyHashed>>,
     bytes: usize,
 }
 
-impl Shard {
-    fn recall(&mut self, key: u128, room: usize) -> (Option<Arc<Link>>, Option<Generation>) {
-        if let Some(link) = self.young.links.get(&key) {
-            return (Some(Arc::clone(link)), None);
+impl<T> Default for Generation<T> {
+    fn default() -> Self {
+        Self { things: HashMap::default(), bytes: 0 }
+    }
+}
+
+impl<T: Kept> Shard<T> {
+    fn recall(&mut self, key: u128, room: usize) -> (Option<Arc<T>>, Option<Generation<T>>) {
+        if let Some(thing) = self.young.things.get(&key) {
+            return (Some(Arc::clone(thing)), None);
         }
-        let Some(link) = self.old.links.remove(&key) else { return (None, None) };
-        self.old.bytes -= bytes(&link);
-        let forgotten = self.keep(key, Arc::clone(&link), room);
-        (Some(link), forgotten)
+        let Some(thing) = self.old.things.remove(&key) else { return (None, None) };
+        self.old.bytes -= thing.room();
+        let forgotten = self.keep(key, Arc::clone(&thing), room);
+        (Some(thing), forgotten)
     }
 
-    /// Adds a link; gives back the generation that has to go for it.
-    fn keep(&mut self, key: u128, link: Arc<Link>, room: usize) -> Option<Generation> {
-        let more = bytes(&link);
+    /// Adds a thing; gives back the generation that has to go for it.
+    fn keep(&mut self, key: u128, thing: Arc<T>, room: usize) -> Option<Generation<T>> {
+        let more = thing.room();
         if more > room {
             return None;
         }
         let full = self.young.bytes + more > room;
         let forgotten = full.then(|| std::mem::replace(&mut self.old, std::mem::take(&mut self.young)));
         self.young.bytes += more;
-        if let Some(same) = self.young.links.insert(key, link) {
-            self.young.bytes -= bytes(&same);
+        if let Some(same) = self.young.things.insert(key, thing) {
+            self.young.bytes -= same.room();
         }
         forgotten
     }
-}
-
-fn bytes(link: &Link) -> usize {
-    link.bytes() + ENTRY_BYTES
 }
 
 /// For keys that are hashes: their low half is as good a hash as any.

@@ -86,6 +86,16 @@ impl<'m> Turn<'m> {
         Some(before)
     }
 
+    /// The texts of the content, where it is in the form that a template takes.
+    pub(super) fn texts(&mut self, format: ContentFormat) -> impl Iterator<Item = &mut Cow<'m, str>> {
+        let (text, parts) = match (&mut self.content, format) {
+            (Content::Text(text), ContentFormat::Text) => (Some(text), None),
+            (Content::Parts(parts), ContentFormat::Parts) => (None, Some(parts)),
+            _ => (None, None),
+        };
+        text.into_iter().chain(parts.into_iter().flatten().map(|(text, _)| text))
+    }
+
     /// The turn as a template sees it; `None` where a number in it has no exact form.
     pub(super) fn value(&self) -> Option<Value> {
         let mut dict = Dict::default();

@@ -39,6 +39,11 @@ impl WallTime {
         self.seconds
     }
 
+    /// Days since 1970-01-01 of the same clock.
+    pub(super) const fn day(self) -> i64 {
+        self.seconds.div_euclid(DAY)
+    }
+
     /// The time as C's `strftime` writes it in the C locale; `None` for a conversion that is not known here.
     pub(super) fn format(self, format: &str) -> Option<String> {
         let (year, month, day) = self.civil();

@@ -90,7 +90,7 @@ fn least_effort(template: &Template, special: &SpecialTokens) -> Option<&'static
     // The text, if the model does not refuse; `None` where it is not known. Any time will do, as long as it is the same.
     let render = |effort| {
         let shown = Shown { effort: Some(effort), ..Shown::plainly(&chat) };
-        match template.render(&shown, special, Some(WallTime::from_seconds(0))) {
+        match template.render(&shown, special, Some(WallTime::from_seconds(0)), None) {
             Ok(text) => Some(Some(text)),
             Err(Miss::Rejected) => Some(None),
             Err(_unknown) => None,

@@ -15,6 +15,7 @@ mod habits;
 mod harmony;
 mod miss;
 mod names;
+mod outline;
 mod pipeline;
 mod python;
 mod slug;
@@ -26,6 +27,7 @@ mod value;
 pub use date::WallTime;
 pub use miss::Miss;
 pub use names::{Link, Memory, NameError, Names, Naming};
+pub use outline::Shape;
 pub use slug::ModelSlug;
 
 use std::borrow::Cow;
@@ -159,6 +161,8 @@ pub struct Status {
     /// Whether there are places where texts may be cut: without them the start of a known prompt is tokenised again with
     /// every new end.
     pub cuts: bool,
+    /// Whether the chat template cannot tell the texts of most chats apart: if it can, it runs for every chat.
+    pub outlines: bool,
 }
 
 /// What makes the tokens of text.
@@ -239,6 +243,7 @@ impl Tokenizer {
             },
             backend: self.encoder.backend().clone(),
             cuts: self.encoder.cuts().any(),
+            outlines: matches!(template, Some(Ok(template)) if template.has_outlines()),
         }
     }
 
@@ -308,6 +313,14 @@ impl Tokenizer {
     /// # Errors
     /// [`Miss`] as for [`tokens`](Self::tokens), and [`Miss::Parts`] where only [`tokens`](Self::tokens) can answer.
     pub fn render(&self, chat: &Chat, limits: &Limits) -> Result<String, Miss> {
+        self.render_with(chat, limits, None)
+    }
+
+    /// The same text as [`render`](Self::render) makes, sooner where `memory` knows chats of the same shape.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub fn render_with(&self, chat: &Chat, limits: &Limits, memory: Option<&dyn Memory>) -> Result<String, Miss> {
         if let Some(doubt) = self.chat_doubt {
             return Err(doubt);
         }
@@ -320,7 +333,7 @@ impl Tokenizer {
         }
         let named = if chat.tools.is_some() { self.template_named("tool_use") } else { None };
         let template = self.usable_template(named.or_else(|| self.template_named("default")))?;
-        template.render(&self.habits.show(chat)?, &self.special, limits.now)
+        template.render(&self.habits.show(chat)?, &self.special, limits.now, memory)
     }
 
     /// Renders with a template that the request brings along, or names.
@@ -332,12 +345,13 @@ impl Tokenizer {
         if self.templates.len() > 1
             && let Some(named) = self.template_named(given)
         {
-            return self.usable_template(Some(named))?.render(&Shown::plainly(chat), &self.special, limits.now);
+            let template = self.usable_template(Some(named))?;
+            return template.render(&Shown::plainly(chat), &self.special, limits.now, None);
         }
         let template = Template::new(given).map_err(|_not_a_template| Miss::Template)?;
         match template.doubt(&self.special) {
             Some(_) => Err(Miss::Template),
-            None => template.render(&Shown::plainly(chat), &self.special, limits.now),
+            None => template.render(&Shown::plainly(chat), &self.special, limits.now, None),
         }
     }
 
@@ -360,6 +374,7 @@ impl Tokenizer {
         input: &'i Input,
         options: &TokenOptions,
         limits: &Limits,
+        memory: &dyn Memory,
     ) -> Result<Option<(Cow<'i, str>, bool)>, Miss> {
         let options = match input {
             Input::Chat(chat) => self.options_for(chat, options),
@@ -371,7 +386,7 @@ impl Tokenizer {
         let (text, special) = match input {
             Input::Tokens(_) => return Ok(None),
             Input::Text(text) => (Cow::Borrowed(text.as_str()), true),
-            Input::Chat(chat) => match self.render(chat, limits) {
+            Input::Chat(chat) => match self.render_with(chat, limits, Some(memory)) {
                 Err(Miss::Parts) => return Ok(None),
                 text => (Cow::Owned(text?), false),
             },

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
 
+use super::outline::Shape;
 use super::{Limits, Miss, Tokenizer};
 use crate::contract::{BlockHash, Chain, Extra, HashError, KeySpace, TokenId};
 use crate::openai::{Input, TokenOptions};
@@ -16,7 +17,7 @@ use crate::openai::{Input, TokenOptions};
 /// Bytes of extra keys with which nothing is kept: salts come from clients, and every one has a memory of its own.
 const EXTRA_BYTES_MAX: usize = 1 << 10;
 
-/// Where the names of earlier prompts are kept. Shared by threads, bounded, and free to forget.
+/// Where the names of earlier prompts are kept, and the outlines of chats. Shared by threads, bounded, and free to forget.
 pub trait Memory: Sync {
     /// A number that nobody outside knows, the same for ever: keys must not be made to collide.
     fn seed(&self) -> u64;
@@ -24,6 +25,10 @@ pub trait Memory: Sync {
     fn recall(&self, key: u128) -> Option<Arc<Link>>;
     /// Keeps `link` under `key`.
     fn keep(&self, key: u128, link: Arc<Link>);
+    /// What was kept of chats of one shape.
+    fn shape(&self, key: u128) -> Option<Arc<Shape>>;
+    /// Keeps what is known of a shape, in the place of what was known.
+    fn keep_shape(&self, key: u128, shape: Arc<Shape>);
 }
 
 /// How the names of a prompt are made.
@@ -33,16 +38,11 @@ pub struct Naming<'a> {
     pub spaces: &'a [(KeySpace, Extra)],
     /// What earlier prompts have left.
     pub memory: &'a dyn Memory,
-    /// Bytes of new text that may be tokenised. With more of it there is no answer but [`NameError::Work`].
-    pub new_bytes_max: usize,
 }
 
 impl std::fmt::Debug for Naming<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Naming")
-            .field("spaces", &self.spaces)
-            .field("new_bytes_max", &self.new_bytes_max)
-            .finish_non_exhaustive()
+        f.debug_struct("Naming").field("spaces", &self.spaces).finish_non_exhaustive()
     }
 }
 
@@ -66,12 +66,6 @@ pub enum NameError {
     /// Its extra keys have no encoding.
     #[error(transparent)]
     Hash(#[from] HashError),
-    /// More new text than [`Naming::new_bytes_max`].
-    #[error("{new_bytes} bytes of new text")]
-    Work {
-        /// Bytes that are not known, up to the prompt's end.
-        new_bytes: usize,
-    },
 }
 
 impl From<Miss> for NameError {
@@ -171,7 +165,7 @@ impl Tokenizer {
         limits: &Limits,
         naming: Naming<'_>,
     ) -> Result<Names, NameError> {
-        match self.whole_text(input, options, limits)? {
+        match self.whole_text(input, options, limits, naming.memory)? {
             Some((text, special)) => self.names_of_text(&text, special, limits.max_tokens, naming),
             None => Ok(Names::of_tokens(&self.tokens(input, options, limits)?, naming.spaces)?),
         }
@@ -193,9 +187,6 @@ impl Tokenizer {
             _ => Some(&none),
         };
         let Some(around) = around else {
-            if text.len() > naming.new_bytes_max {
-                return Err(NameError::Work { new_bytes: text.len() });
-            }
             let mut tokens = self.encoder.ids(text, special)?;
             tokens.truncate(max_tokens);
             return Ok(Names { new_bytes: text.len(), ..Names::of_tokens(&tokens, naming.spaces)? });
@@ -211,7 +202,6 @@ impl Tokenizer {
         };
         let mut names = Names { names: vec![Vec::new(); naming.spaces.len()], ..Names::default() };
         names.add(&link);
-        let mut rest = text.len();
         for part in self.encoder.cuts().parts(text) {
             if names.tokens >= max_tokens {
                 break;
@@ -220,16 +210,12 @@ impl Tokenizer {
             link = if let Some(known) = memory.recall(key) {
                 known
             } else {
-                if names.new_bytes == 0 && rest > naming.new_bytes_max {
-                    return Err(NameError::Work { new_bytes: rest });
-                }
                 let new = Arc::new(link.next(&self.encoder.ids(part, false)?));
                 names.new_bytes += part.len();
                 memory.keep(key, Arc::clone(&new));
                 new
             };
             names.add(&link);
-            rest -= part.len();
         }
         if !around.after.is_empty() {
             names.add(&link.next(&around.after));

@@ -7,6 +7,7 @@ use std::ops::Range;
 use minijinja::machinery::ast::{Call, CallArg, Expr, ForLoop, Macro, Set, Stmt};
 use minijinja::machinery::parse;
 
+use super::outline::Outlines;
 use super::python;
 use super::value::{ITEM_PREFIX, method_name};
 
@@ -32,16 +33,17 @@ pub(super) struct Reading {
     pub(super) source: String,
 }
 
-/// Reads the template `source`.
+/// Reads the template `source`; and how its chats become outlines, where they can.
 ///
 /// # Errors
 /// The template engine's own, when the source is not a template.
-pub(super) fn read(source: &str) -> Result<Reading, minijinja::Error> {
+pub(super) fn read(source: &str) -> Result<(Reading, Option<Outlines>), minijinja::Error> {
     let root = parse(source, NAME, python::syntax())?;
     let nodes = Nodes::of(&root);
     // A tree that the engine's detection stumbles over counts as text there.
     let format = if nodes.iterates_content().unwrap_or(false) { ContentFormat::Parts } else { ContentFormat::Text };
-    Ok(Reading { format, doubt: nodes.doubt, source: with_item_names(source, &nodes.method_keys)? })
+    let reading = Reading { format, doubt: nodes.doubt, source: with_item_names(source, &nodes.method_keys)? };
+    Ok((reading, Outlines::of(source, &root, format)))
 }
 
 /// Puts [`ITEM_PREFIX`] and the key, as an attribute, in the place of each `['key']` at one of `places`.
@@ -356,7 +358,7 @@ mod tests {
     use super::*;
 
     fn format(source: &str) -> ContentFormat {
-        read(source).unwrap().format
+        read(source).unwrap().0.format
     }
 
     #[test]
@@ -389,7 +391,7 @@ mod tests {
 
     #[test]
     fn a_subscript_that_is_a_method_s_name_is_told_from_the_attribute() {
-        let source = |source: &str| read(source).unwrap().source;
+        let source = |source: &str| read(source).unwrap().0.source;
         assert_eq!(source("{{ x['items'] }}"), "{{ x.kvlb_item_items }}");
         assert_eq!(source("{{ x[ \"keys\" ]['get'].y['a'] }}"), "{{ x.kvlb_item_keys.kvlb_item_get.y['a'] }}");
         for same in [
@@ -402,13 +404,13 @@ mod tests {
         ] {
             assert_eq!(source(same), same);
         }
-        assert!(read("{{ {'items': 1} }}").unwrap().doubt.is_some());
+        assert!(read("{{ {'items': 1} }}").unwrap().0.doubt.is_some());
     }
 
     #[test]
     fn what_the_engine_knows_and_this_does_not_is_doubtful() {
         for source in ["{{ joiner('x') }}", "{% autoescape true %}{% endautoescape %}", "{% include 'x' %}"] {
-            assert!(read(source).unwrap().doubt.is_some(), "{source}");
+            assert!(read(source).unwrap().0.doubt.is_some(), "{source}");
         }
     }
 }

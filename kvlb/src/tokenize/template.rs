@@ -1,14 +1,18 @@
 //! A chat template, ready to render.
 
+use std::sync::Arc;
+
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::conversation::{self, Turn};
 use super::date::WallTime;
 use super::habits::Shown;
 use super::miss::Miss;
+use super::names::Memory;
+use super::outline::{Outlines, Shape};
 use super::python::{self, NoClock, Raised};
 use super::syntax::{self, NAME, Reading};
-use super::value::{self, Dict};
+use super::value::{self, Dict, Prints};
 use crate::openai::Json;
 
 /// What marks the place where the last message is left open. It ends in a space so that a template which trims shows.
@@ -29,6 +33,8 @@ pub(super) struct Template {
     /// The same for small chats; none where even the smallest is much work.
     hasty: Option<Environment<'static>>,
     reading: Reading,
+    /// None where outlines of its chats cannot be trusted.
+    outlines: Option<Outlines>,
     source: String,
     marks_generation: bool,
     /// Whether it names the role `developer`.
@@ -53,7 +59,7 @@ impl Template {
         let given = source.replace("\r\n", "\n").replace('\r', "\n");
         let source = without_generation_tags(&given);
         let marks_generation = source != given;
-        let reading = syntax::read(&source)?;
+        let (reading, outlines) = syntax::read(&source)?;
         let environment = |fuel| {
             let mut environment = python::environment(fuel);
             environment.add_template_owned(NAME, reading.source.clone())?;
@@ -61,8 +67,8 @@ impl Template {
         };
         let (environment, hasty) = (environment(python::FUEL)?, Some(environment(SMALL_FUEL)?));
         let knows_developers = source.contains("\"developer\"") || source.contains("'developer'");
-        let mut template = Self { environment, hasty, reading, source, marks_generation, knows_developers };
-        if template.fill(smallest_chat(), true) == Err(Miss::Work) {
+        let mut template = Self { environment, hasty, reading, outlines, source, marks_generation, knows_developers };
+        if template.fill(smallest_chat(), None, true) == Err(Miss::Work) {
             template.hasty = None;
         }
         Ok(template)
@@ -79,7 +85,12 @@ impl Template {
         self.reading.doubt.or_else(|| (special.incomplete && names_special()).then_some("special tokens are not known"))
     }
 
-    /// The prompt's text for `chat`.
+    /// Whether chats of one shape have their outline in common.
+    pub(super) fn has_outlines(&self) -> bool {
+        self.outlines.is_some()
+    }
+
+    /// The prompt's text for `chat`, with the help of what `memory` has of others.
     ///
     /// # Errors
     /// [`Miss`] where the engine would refuse the chat, and where its text cannot be known.
@@ -88,20 +99,58 @@ impl Template {
         shown: &Shown<'_>,
         special: &SpecialTokens,
         now: Option<WallTime>,
+        memory: Option<&dyn Memory>,
     ) -> Result<String, Miss> {
         let chat = shown.chat;
         if chat.continue_final_message && chat.add_generation_prompt {
             return Err(Miss::Rejected);
         }
         let mut turns = conversation::turns(&shown.messages, self.reading.format, self.knows_developers);
+        if let (Some(outlines), Some(memory), false) = (&self.outlines, memory, chat.continue_final_message) {
+            return self.render_by_outline(outlines, memory, &mut turns, shown, special, now);
+        }
         let open = if chat.continue_final_message { Some(open_end(&mut turns)?) } else { None };
-        let variables = variables(shown, &turns, special, now).ok_or(Miss::Number)?;
-        let text = self.fill(variables, is_small(shown))?;
+        let text = self.fill(variables(shown, &turns, special)?, now, is_small(shown))?;
         match open {
             Some(last) if self.source.contains("content") => cut(text, &last),
             Some(_) => Err(Miss::Rejected),
             None => Ok(text),
         }
+    }
+
+    /// Puts the texts into an outline, or makes one where the shape of the chat comes again.
+    fn render_by_outline(
+        &self,
+        outlines: &Outlines,
+        memory: &dyn Memory,
+        turns: &mut [Turn<'_>],
+        shown: &Shown<'_>,
+        special: &SpecialTokens,
+        now: Option<WallTime>,
+    ) -> Result<String, Miss> {
+        let hidden = outlines.hide(turns);
+        let marked = variables(shown, turns, special)?;
+        let key = if hidden.is_empty() { None } else { outlines.key(&marked, now, memory.seed()) };
+        let shape = key.and_then(|key| memory.shape(key));
+        if let Some(text) = shape.as_ref().and_then(|shape| shape.filled(&hidden)) {
+            return Ok(text);
+        }
+        outlines.show(turns, &hidden);
+        let small = is_small(shown);
+        let text = self.fill(variables(shown, turns, special)?, now, small)?;
+        let shape = match shape {
+            None => Shape::met(),
+            Some(shape) if shape.is_to_be_outlined() => {
+                let (marked, prints) = self.watched(marked, now, small);
+                let marked = marked.ok().filter(|_| prints == Prints::default());
+                Shape::outlined(marked.as_deref(), &hidden, &text)
+            }
+            Some(_) => return Ok(text),
+        };
+        if let Some(key) = key {
+            memory.keep_shape(key, Arc::new(shape));
+        }
+        Ok(text)
     }
 
     /// Whether the template refuses a system message that does not come first; `None` where that is not known.
@@ -119,12 +168,18 @@ impl Template {
         }
     }
 
-    fn fill(&self, variables: Dict, small: bool) -> Result<String, Miss> {
-        let (outcome, unknown) = value::watching_prints(|| self.outcome(variables, small));
-        match outcome {
-            Ok(_) if unknown => Err(Miss::Template),
-            outcome => outcome.map_err(|error| why(&error)),
+    fn fill(&self, variables: Dict, now: Option<WallTime>, small: bool) -> Result<String, Miss> {
+        match self.watched(variables, now, small) {
+            (Ok(_), Prints { unknown: true, .. }) => Err(Miss::Template),
+            (outcome, _) => outcome.map_err(|error| why(&error)),
         }
+    }
+
+    fn watched(&self, mut variables: Dict, now: Option<WallTime>, small: bool) -> (Result<String, Error>, Prints) {
+        if let Some(now) = now {
+            variables.set(python::NOW, Value::from(now.seconds()));
+        }
+        value::watching_prints(|| self.outcome(variables, small))
     }
 
     fn outcome(&self, variables: Dict, small: bool) -> Result<String, Error> {
@@ -216,10 +271,14 @@ fn cut(mut text: String, last: &str) -> Result<String, Miss> {
     Ok(text)
 }
 
-/// All variables that the engine passes; `None` where a number among them has no exact form.
+/// All variables that the engine passes, but for the time.
+///
+/// # Errors
+/// [`Miss::Number`] where a number among them has no exact form.
 ///
 /// Source: vLLM 0.32.0, `build_chat_params` and `safe_apply_chat_template`; transformers 5.19, `apply_chat_template`.
-fn variables(shown: &Shown<'_>, turns: &[Turn<'_>], special: &SpecialTokens, now: Option<WallTime>) -> Option<Dict> {
+fn variables(shown: &Shown<'_>, turns: &[Turn<'_>], special: &SpecialTokens) -> Result<Dict, Miss> {
+    let exact = |value: Option<Value>| value.ok_or(Miss::Number);
     let chat = shown.chat;
     let mut variables = Dict::default();
     for (name, token) in &special.named {
@@ -229,7 +288,7 @@ fn variables(shown: &Shown<'_>, turns: &[Turn<'_>], special: &SpecialTokens, now
     for (name, json) in
         chat.template_kwargs.iter().filter(|(name, _)| name != "continue_final_message" && name != python::NOW)
     {
-        variables.set(name, value::value(json)?);
+        variables.set(name, exact(value::value(json))?);
     }
     if let Some(effort) = shown.effort {
         variables.set("reasoning_effort", Value::from(effort));
@@ -239,15 +298,12 @@ fn variables(shown: &Shown<'_>, turns: &[Turn<'_>], special: &SpecialTokens, now
     }
     let given_documents = chat.template_kwargs.iter().any(|(name, _)| name == "documents");
     if chat.documents.is_some() || !given_documents {
-        variables.set("documents", optional(chat.documents.as_ref())?);
+        variables.set("documents", exact(optional(chat.documents.as_ref()))?);
     }
-    variables.set("messages", value::list(turns.iter().map(Turn::value).collect::<Option<_>>()?));
-    variables.set("tools", tools(chat.tools.as_deref())?);
+    variables.set("messages", exact(turns.iter().map(Turn::value).collect::<Option<_>>().map(value::list))?);
+    variables.set("tools", exact(tools(chat.tools.as_deref()))?);
     variables.set("add_generation_prompt", Value::from(chat.add_generation_prompt));
-    if let Some(now) = now {
-        variables.set(python::NOW, Value::from(now.seconds()));
-    }
-    Some(variables)
+    Ok(variables)
 }
 
 fn optional(json: Option<&Json>) -> Option<Value> {

@@ -7,21 +7,39 @@ use std::sync::Arc;
 use minijinja::value::{Enumerator, Object, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
+use super::outline::MARK;
 use crate::openai::{Json, plain_float, write_all};
 
+/// What was printed during a rendering.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Prints {
+    /// A value whose Python notation is not known.
+    pub(super) unknown: bool,
+    /// A list or an object, or a hidden text, in a notation that depends on the texts in it.
+    pub(super) notation: bool,
+}
+
 thread_local! {
-    /// Whether a value whose Python notation is not known has printed itself during the rendering on this thread.
+    /// What was printed during the rendering on this thread.
     ///
     /// The place where a template glues a value to text cannot report an error; so it is noted, and the rendering is
     /// refused.
-    static UNKNOWN_PRINTED: Cell<bool> = const { Cell::new(false) };
+    static PRINTS: Cell<Prints> = const { Cell::new(Prints { unknown: false, notation: false }) };
 }
 
-/// Runs `render`, and says whether a value printed itself meanwhile whose notation is not known.
-pub(super) fn watching_prints<T>(render: impl FnOnce() -> T) -> (T, bool) {
-    UNKNOWN_PRINTED.set(false);
+/// Runs `render`, and says what was printed meanwhile.
+pub(super) fn watching_prints<T>(render: impl FnOnce() -> T) -> (T, Prints) {
+    PRINTS.take();
     let rendered = render();
-    (rendered, UNKNOWN_PRINTED.get())
+    (rendered, PRINTS.get())
+}
+
+fn note_unknown() {
+    PRINTS.set(Prints { unknown: true, ..PRINTS.get() });
+}
+
+fn note_notation() {
+    PRINTS.set(Prints { notation: true, ..PRINTS.get() });
 }
 
 /// The value of `json`; `None` where Python and the template engine print a number differently.
@@ -91,7 +109,7 @@ impl Object for View {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        UNKNOWN_PRINTED.set(true);
+        note_unknown();
         f.write_str("view")
     }
 }
@@ -164,7 +182,7 @@ impl Object for Method {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        UNKNOWN_PRINTED.set(true);
+        note_unknown();
         f.write_str("method")
     }
 }
@@ -280,6 +298,9 @@ impl Writer<'_> {
     }
 
     fn text(&mut self, text: &str) {
+        if text.contains(MARK) {
+            note_notation();
+        }
         self.out.push('"');
         for char in text.chars() {
             match char {
@@ -307,12 +328,15 @@ impl Writer<'_> {
 
 fn print(value: &Value, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let text = repr(value);
-    UNKNOWN_PRINTED.set(UNKNOWN_PRINTED.get() || text.is_none());
+    if text.is_none() {
+        note_unknown();
+    }
     f.write_str(text.as_deref().unwrap_or("unknown"))
 }
 
 /// A list, an object or what is in it as Python's `repr` writes it; `None` where that is not known.
 pub(super) fn repr(value: &Value) -> Option<String> {
+    note_notation();
     let mut out = String::new();
     write_repr(value, &mut out).then_some(out)
 }
@@ -379,6 +403,53 @@ pub(super) fn number(value: &Value) -> Result<String, Error> {
     }
 }
 
+/// Appends a value in a form of its own, for each one another; false where it has parts that are not JSON's.
+fn write_value(value: &Value, out: &mut Vec<u8>) -> bool {
+    let mut sized = |kind: u8, size: usize| {
+        out.push(kind);
+        out.extend(size.to_le_bytes());
+    };
+    if let Some(text) = value.as_str() {
+        sized(b's', text.len());
+        out.extend(text.as_bytes());
+        return true;
+    }
+    if let Some(dict) = value.downcast_object_ref::<Dict>() {
+        return write_exactly(dict, out);
+    }
+    if let Some(List(items)) = value.downcast_object_ref() {
+        sized(b'l', items.len());
+        return items.iter().all(|item| write_value(item, out));
+    }
+    match value.kind() {
+        ValueKind::None => out.push(b'n'),
+        ValueKind::Bool => out.push(if value.is_true() { b't' } else { b'f' }),
+        ValueKind::Number if value.is_integer() => {
+            let Ok(int) = i128::try_from(value.clone()) else { return false };
+            out.push(b'i');
+            out.extend(int.to_le_bytes());
+        }
+        ValueKind::Number => {
+            let Ok(float) = f64::try_from(value.clone()) else { return false };
+            out.push(b'd');
+            out.extend(float.to_bits().to_le_bytes());
+        }
+        _ => return false,
+    }
+    true
+}
+
+/// Appends an object in a form of its own, for each one another; false where it has parts that are not JSON's.
+pub(super) fn write_exactly(Dict(entries): &Dict, out: &mut Vec<u8>) -> bool {
+    out.push(b'm');
+    out.extend(entries.len().to_le_bytes());
+    entries.iter().all(|(key, value)| {
+        out.extend(key.len().to_le_bytes());
+        out.extend(key.as_bytes());
+        write_value(value, out)
+    })
+}
+
 fn not_json(what: &str) -> Error {
     Error::new(ErrorKind::BadSerialization, format!("cannot write {what} as Python does"))
 }
@@ -432,9 +503,9 @@ mod tests {
 
     #[test]
     fn what_prints_in_a_way_that_is_not_known_is_noticed() {
-        assert!(watching_prints(|| format!("{}", read(r#"["😀"]"#))).1);
-        assert!(watching_prints(|| format!("{}", Value::from_object(Method))).1);
-        assert!(!watching_prints(|| dumps(&read("[{}]"), &Style::default())).1);
-        assert!(!watching_prints(|| format!("{}", read(r#"["a"]"#))).1);
+        assert!(watching_prints(|| format!("{}", read(r#"["😀"]"#))).1.unknown);
+        assert!(watching_prints(|| format!("{}", Value::from_object(Method))).1.unknown);
+        assert!(!watching_prints(|| dumps(&read("[{}]"), &Style::default())).1.unknown);
+        assert!(!watching_prints(|| format!("{}", read(r#"["a"]"#))).1.unknown);
     }
 }

@@ -25,7 +25,7 @@ fn spaces() -> Vec<(KeySpace, Extra)> {
 }
 
 fn naming<'a>(spaces: &'a [(KeySpace, Extra)], memory: &'a Texts) -> Naming<'a> {
-    Naming { spaces, memory, new_bytes_max: usize::MAX }
+    Naming { spaces, memory }
 }
 
 fn named(tokenizer: &Tokenizer, text: &str, naming: Naming<'_>, limits: &Limits) -> Result<Names, NameError> {
@@ -101,20 +101,6 @@ fn names_of_other_key_spaces_salts_and_tokenizers_stay_apart() {
     let other = Files { tokenizer_json: other.to_string().into_bytes(), ..files() };
     let other = Tokenizer::load(&other, EngineOptions::default()).unwrap().quick();
     assert_eq!(names(&other, &spaces), text.len());
-}
-
-#[test]
-fn work_that_is_too_much_is_refused_before_it_is_done() {
-    let (tokenizer, memory, spaces) = (tiny(), Texts::new(1 << 20, 1), spaces());
-    let text = prose(9_000, 0);
-    let within = |text: &str, new_bytes_max| {
-        named(&tokenizer, text, Naming { new_bytes_max, ..naming(&spaces, &memory) }, &Limits::default())
-    };
-    assert_eq!(within(&text, 8_000), Err(NameError::Work { new_bytes: text.len() }));
-    assert!(within(&text, 9_000).is_ok());
-    assert!(within(&format!("{text}more"), 1_000).is_ok());
-    let with_much_more = format!("{text}{}", prose(3_000, 1));
-    assert!(matches!(within(&with_much_more, 1_000), Err(NameError::Work { new_bytes: 2_500..3_600 })));
 }
 
 #[test]

@@ -7,13 +7,25 @@
 #![allow(missing_docs, clippy::print_stdout, reason = "a bench prints what it has measured")]
 
 use std::hint::black_box;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvlb::contract::{BlockSize, Extra, HashAlgo, Hasher, KeyEra, KeySpace, NoneSeed, TokenId};
+use kvlb::clock;
+use kvlb::contract::events::{Attention, Batch, Event, Stored};
+use kvlb::contract::{BlockSize, EventSeq, Extra, HashAlgo, Hasher, KeyEra, KeySpace, NoneSeed, TokenId};
+use kvlb::fleet;
 use kvlb::openai::{self, Chat, Input, Request, TokenOptions};
-use kvlb::state::Texts;
+use kvlb::router::{self, Decision, Tier};
+use kvlb::state::{Config, Service, State, Texts};
+use kvlb::telemetry::Metrics;
 use kvlb::tokenize::{EngineOptions, Files, Limits, Naming, Tokenizer};
+use mimalloc::MiMalloc;
+
+/// As in the program itself.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Tokens of the prompt.
 const TOKENS: usize = 8192;
@@ -25,6 +37,7 @@ const PROMPTS: usize = 24;
 const ROUNDS: usize = 200;
 const SLOW_ROUNDS: usize = 9;
 const MEMORY_BYTES: usize = 64 << 20;
+const ENDPOINTS: u8 = 16;
 
 /// The part of a decision that is bounded, and the share of the reference's time that it may take.
 const WARM: (Duration, u32) = (Duration::from_micros(60), 100);
@@ -53,7 +66,6 @@ fn main() {
     line("text to names: cold, first sight", bench.first_sight());
     line("text to names: warm, a tail of 300 new bytes", bench.tail());
     line("text to names: warm", bench.warm());
-    let decision = |step: Duration| bench.parse() + bench.outline() + step;
     let judged = |what: &str, time: Duration, (most, share): (Duration, u32)| {
         line(what, time);
         let met = |met: bool| if met { "met" } else { "MISSED" };
@@ -64,9 +76,8 @@ fn main() {
             met(time <= reference / share)
         );
     };
-    judged("body to names: warm, a tail of 300 new bytes", decision(bench.tail()), WARM);
-    judged("body to names: cold, words seen before", decision(bench.cold()), COLD);
-    judged("body to names: cold, first sight", decision(bench.first_sight()), COLD);
+    judged("decision, 16 endpoints: warm, a tail of 300 new bytes", bench.decide_warm(), WARM);
+    judged("decision, 16 endpoints: cold, first sight", bench.decide_cold(), COLD);
     println!("a byte of new text takes {:.1} ns, a known one {:.2} ns", bench.per_new_byte(), bench.per_known_byte());
 }
 
@@ -261,12 +272,144 @@ impl Bench {
         timed(ROUNDS, || self.names(&text, &memory))
     }
 
+    /// A conversation's next turn comes to a fleet that has its earlier ones, by the whole way from its body to an endpoint.
+    fn decide_warm(&self) -> Duration {
+        let fleet = Fleet::new(self);
+        let (decision, names) = fleet.decide(self, &self.body);
+        assert_eq!(decision.endpoint.is_some(), names.is_some(), "{decision:?}");
+        fleet.announce(&names.expect("the prompt has names"));
+        let tail = |number: usize| {
+            let from = self.corpus.ceil_char_boundary(self.corpus.len() / 2 + number * 331);
+            let end = self.corpus.ceil_char_boundary(from + TAIL);
+            let mut body: serde_json::Value = serde_json::from_slice(&self.body).expect("the body is JSON");
+            let last = body["messages"].as_array_mut().and_then(|list| list.last_mut()).expect("there are messages");
+            let text = format!("{}{}", last["content"].as_str().unwrap_or_default(), &self.corpus[from..end]);
+            last["content"] = text.trim().into();
+            let body = body.to_string().into_bytes();
+            let mut tier = Tier::Selector;
+            let time = once(|| tier = fleet.decide(self, &body).0.tier);
+            assert_eq!(tier, Tier::Overlap, "a known conversation is chosen for");
+            time
+        };
+        median((0..ROUNDS).map(tail).collect())
+    }
+
+    /// Conversations that begin unlike all others come to a fleet that knows others.
+    fn decide_cold(&self) -> Duration {
+        let fleet = Fleet::new(self);
+        let step = (self.corpus.len() - self.text.len()) / PROMPTS;
+        let sight = |number: usize| {
+            let from = self.corpus.ceil_char_boundary(number * step);
+            let body = self.body_of(from, self.text.len());
+            let time = once(|| fleet.decide(self, &body));
+            fleet.announce(&fleet.decide(self, &body).1.expect("the prompt has names"));
+            time
+        };
+        median((0..PROMPTS).map(sight).collect())
+    }
+
     fn per_new_byte(&self) -> f64 {
         micros(self.first_sight()) * 1e3 / bytes(&self.text)
     }
 
     fn per_known_byte(&self) -> f64 {
         micros(self.warm()) * 1e3 / bytes(&self.text)
+    }
+}
+
+/// A rule over endpoints whose caches are known.
+struct Fleet {
+    state: State,
+    service: Arc<Service>,
+}
+
+impl Fleet {
+    fn new(bench: &Bench) -> Self {
+        let config = Config { none_seed: NoneSeed::Text("0".into()), text_bytes: MEMORY_BYTES, ..Config::default() };
+        let state = State::new(config, Arc::new(Metrics::new().expect("the metrics have names of their own")));
+        let rule = rule(bench.spaces[0].0.block_size());
+        let id = rule.id;
+        state.publish(&[Arc::new(rule)]);
+        let service = Arc::clone(state.table().service(id).expect("the rule is there"));
+        for (endpoint, octet) in service.endpoints.iter().zip(1..) {
+            endpoint.meters.set_probe(fleet::Probe::Up);
+            endpoint.meters.set_addresses(vec![SocketAddr::from((Ipv4Addr::new(192, 0, 2, octet), 8000))]);
+        }
+        Self { state, service }
+    }
+
+    /// What the data path does with a body, and the names of its prompt's blocks.
+    fn decide(&self, bench: &Bench, body: &[u8]) -> (Decision, Option<router::Named>) {
+        let request = Request { method: "POST", path: "/v1/chat/completions", model_header: None, body };
+        let prompt = openai::parse(&request).expect("the body is a chat");
+        let (limits, naming) =
+            (Limits::default(), (self.service.spaces(None), &self.state.texts as &dyn kvlb::tokenize::Memory));
+        let named =
+            router::name(&self.service.ready, Ok(&prompt), Ok(&bench.tokenizer), &limits, naming, &mut |_step| ());
+        let decision =
+            router::route(&self.service.ready, &named, &*self.service, Some(IpAddr::V4(Ipv4Addr::LOCALHOST)), &[]);
+        (decision, named.ok())
+    }
+
+    /// Half of the endpoints announce that they hold a prompt.
+    fn announce(&self, named: &router::Named) {
+        let hashes = named.prompts[0].names[0].iter().map(|name| (*name).into()).collect();
+        let stored = Stored { hashes, attention: Attention::Full, group: Some(0), ..Stored::default() };
+        let events = vec![Event::Stored(stored)];
+        let batch = Batch { ts: 0.0, dp_rank: None, events, undecodable: 0, unknown: 0, skipped: 0 };
+        for kv in self.service.endpoints.iter().step_by(2).filter_map(|endpoint| endpoint.kv.as_ref()) {
+            kv.apply(&kv.feed(0), EventSeq::default(), &batch, clock::now());
+        }
+    }
+}
+
+fn rule(block_size: BlockSize) -> fleet::Rule {
+    let endpoint = |octet: u8| fleet::Endpoint {
+        key: fleet::EndpointKey { host: format!("192.0.2.{octet}"), port: 8000 },
+        weight: 1,
+        role: fleet::Role::Any,
+        admin_down: false,
+        monitor: None,
+        zmq_port: None,
+        replay_port: None,
+    };
+    fleet::Rule {
+        id: fleet::RuleId(1),
+        key: fleet::RuleKey {
+            vip: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            ports: fleet::PortRange::single(8080),
+            host: String::new(),
+            path_prefix: String::new(),
+            model: None,
+        },
+        name: String::new(),
+        selector: fleet::Selector::RoundRobin,
+        mode: fleet::Mode::FullProxy,
+        endpoints: (1..=ENDPOINTS).map(endpoint).collect(),
+        monitor: fleet::Monitor::default(),
+        kv: fleet::KvRule {
+            mode: fleet::ExactMode::SinglePool,
+            engine: fleet::EngineType::Vllm,
+            block_size,
+            algo: HashAlgo::Sha256Cbor,
+            zmq_port: 5557,
+            replay_port: None,
+            warmup: Duration::ZERO,
+            dp_ranks: None,
+            keying: fleet::Keying::Auto,
+            tier_weights: fleet::TierWeights::default(),
+            observe: false,
+            score: fleet::Score::Prefix,
+            lb_mode: None,
+            load_floor: 4,
+        },
+        allowed_sources: Vec::new(),
+        decision_headers: false,
+        max_inspect_bytes: 32 << 20,
+        forwarded_headers: true,
+        client_half_close: false,
+        limits: fleet::Limits::default(),
+        admin_down: false,
     }
 }
 

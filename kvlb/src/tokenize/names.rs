@@ -111,7 +111,8 @@ impl Link {
 
     fn extended(chains: impl Iterator<Item = Chain>, tokens: &[TokenId]) -> Self {
         let space = |mut chain: Chain| {
-            let mut names = Vec::new();
+            let size = chain.key_space().block_size().tokens();
+            let mut names = Vec::with_capacity((chain.tokens() % size + tokens.len()) / size);
             chain.extend(tokens, &mut names);
             chain.shrink();
             InSpace { names: names.into_boxed_slice(), chain }

@@ -25,7 +25,7 @@ fn parts_are_the_text_and_long_enough() {
     let parts: Vec<_> = cuts.parts(&text).collect();
     assert_eq!(parts.concat(), text);
     assert!(parts.len() > 5);
-    assert!(parts[..parts.len() - 1].iter().all(|part| (512..600).contains(&part.len())));
+    assert!(parts[..parts.len() - 1].iter().all(|part| (1024..1112).contains(&part.len())));
     let longer = format!("{text}And more of it.\n");
     assert!(cuts.parts(&longer).zip(&parts[..parts.len() - 1]).all(|(longer, part)| longer == *part));
 }

@@ -1,4 +1,4 @@
-//! One pass over a request body: where each field that matters lies, read no further than that.
+//! One pass over a request body: where each field that matters lies, and what the longest of them say.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,15 +13,22 @@ use super::miss::{BadBody, Miss, Unsupported};
 /// A field's JSON text, or nothing where it is absent or null.
 type Field<'a> = Option<&'a RawValue>;
 
-/// The fields of a body that routing reads, each as the JSON text the client wrote.
+/// One of the fields that bodies consist of: read already, or as JSON text where something in the body is too odd for that.
+#[derive(Debug)]
+pub(super) enum Long<'a> {
+    Read(Json),
+    Text(&'a RawValue),
+}
+
+/// The fields of a body that routing reads, each as the JSON text the client wrote but for the longest ones.
 ///
 /// Where a key is written twice the last one counts, as for the engine. Fields that routing does not read are skipped
 /// without a look at their meaning, so odd numbers, lone surrogates and any nesting in them are harmless.
 #[derive(Debug, Default)]
 pub(super) struct Fields<'a> {
     pub(super) model: Field<'a>,
-    pub(super) prompt: Field<'a>,
-    pub(super) messages: Field<'a>,
+    pub(super) prompt: Option<Long<'a>>,
+    pub(super) messages: Option<Long<'a>>,
     pub(super) token_ids: Field<'a>,
     pub(super) features: Field<'a>,
     pub(super) prompt_embeds: Field<'a>,
@@ -41,7 +48,7 @@ pub(super) struct Fields<'a> {
     pub(super) system: Field<'a>,
     pub(super) thinking: Field<'a>,
     pub(super) output_config: Field<'a>,
-    pub(super) input: Field<'a>,
+    pub(super) input: Option<Long<'a>>,
     pub(super) instructions: Field<'a>,
     pub(super) reasoning: Field<'a>,
     pub(super) previous_response_id: Field<'a>,
@@ -62,27 +69,39 @@ impl<'a> Fields<'a> {
     /// [`BadBody`] when the body is not a JSON object.
     pub(super) fn read(body: &'a [u8]) -> Result<Self, BadBody> {
         let mut fields = Self::default();
-        fields.fill(body)?;
+        if fields.fill(body, true).is_ok() {
+            return Ok(fields);
+        }
+        // What routing does not read may be whatever the engine takes.
+        let mut fields = Self::default();
+        fields.fill(body, false)?;
         Ok(fields)
     }
 
-    /// Takes the fields of `body`; what was read before an error stays.
-    fn fill(&mut self, body: &'a [u8]) -> Result<(), BadBody> {
+    /// Takes the fields of `body`, the long ones read if `read`; what was taken before an error stays.
+    fn fill(&mut self, body: &'a [u8], read: bool) -> Result<(), BadBody> {
         // Python's `json.loads` of bytes accepts a byte order mark.
         let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
         let mut reader = serde_json::Deserializer::from_slice(body);
-        match reader.deserialize_map(Filling(self)).and_then(|()| reader.end()) {
+        match reader.deserialize_map(Filling { fields: self, read }).and_then(|()| reader.end()) {
             Ok(()) => Ok(()),
             Err(error) if error.is_data() => Err(BadBody::NotObject),
             Err(_error) => Err(BadBody::NotJson),
         }
     }
 
+    fn long_slot(&mut self, key: &str) -> Option<&mut Option<Long<'a>>> {
+        Some(match key {
+            "prompt" => &mut self.prompt,
+            "messages" => &mut self.messages,
+            "input" => &mut self.input,
+            _ => return None,
+        })
+    }
+
     fn slot(&mut self, key: &str) -> Option<&mut Field<'a>> {
         Some(match key {
             "model" => &mut self.model,
-            "prompt" => &mut self.prompt,
-            "messages" => &mut self.messages,
             "token_ids" => &mut self.token_ids,
             "features" => &mut self.features,
             "prompt_embeds" => &mut self.prompt_embeds,
@@ -102,7 +121,6 @@ impl<'a> Fields<'a> {
             "system" => &mut self.system,
             "thinking" => &mut self.thinking,
             "output_config" => &mut self.output_config,
-            "input" => &mut self.input,
             "instructions" => &mut self.instructions,
             "reasoning" => &mut self.reasoning,
             "previous_response_id" => &mut self.previous_response_id,
@@ -119,7 +137,10 @@ impl<'a> Fields<'a> {
     }
 }
 
-struct Filling<'f, 'a>(&'f mut Fields<'a>);
+struct Filling<'f, 'a> {
+    fields: &'f mut Fields<'a>,
+    read: bool,
+}
 
 impl<'a> Visitor<'a> for Filling<'_, 'a> {
     type Value = ();
@@ -130,7 +151,15 @@ impl<'a> Visitor<'a> for Filling<'_, 'a> {
 
     fn visit_map<A: MapAccess<'a>>(self, mut entries: A) -> Result<(), A::Error> {
         while let Some(key) = entries.next_key::<Key<'a>>()? {
-            match self.0.slot(&key.0) {
+            if let Some(slot) = self.fields.long_slot(&key.0) {
+                *slot = if self.read {
+                    Some(entries.next_value()?).filter(|value: &Json| !value.is_null()).map(Long::Read)
+                } else {
+                    Some(entries.next_value::<&'a RawValue>()?).filter(|value| counts(&key.0, value)).map(Long::Text)
+                };
+                continue;
+            }
+            match self.fields.slot(&key.0) {
                 Some(slot) => *slot = Some(entries.next_value::<&'a RawValue>()?).filter(|value| counts(&key.0, value)),
                 None => drop(entries.next_value::<IgnoredAny>()?),
             }
@@ -152,9 +181,20 @@ struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 /// The `model` of a JSON object; also of one that breaks off after it.
 pub(super) fn model(body: &[u8]) -> Option<String> {
     let mut fields = Fields::default();
-    match fields.fill(body) {
+    match fields.fill(body, false) {
         Ok(()) | Err(BadBody::NotJson) => text(fields.model),
         Err(BadBody::NotObject) => None,
+    }
+}
+
+/// The value of a long field.
+///
+/// # Errors
+/// As for [`value`].
+pub(super) fn long(field: Long<'_>) -> Result<Json, Miss> {
+    match field {
+        Long::Read(json) => Ok(json),
+        Long::Text(text) => value(text),
     }
 }
 
@@ -187,6 +227,23 @@ mod tests {
         let deep =
             format!(r#"{{"x": {}{}, "y": 1e400, "z": "\ud800", "model": "m"}}"#, "[".repeat(9000), "]".repeat(9000));
         assert_eq!(text(Fields::read(deep.as_bytes()).unwrap().model), Some("m".into()));
+    }
+
+    #[test]
+    fn a_long_field_is_what_it_is_also_beside_oddities() {
+        let list = "[{\"role\": \"user\", \"content\": \"\u{e9}\\n\\ud83d\\ude00\"}]";
+        let bodies = [
+            format!(r#"{{"messages": {list}}}"#),
+            format!(r#"{{"messages": null, "seed": 1e400, "messages": {list}}}"#),
+            format!(r#"{{"messages": "\ud800", "x": {}{}, "messages": {list}}}"#, "[".repeat(500), "]".repeat(500)),
+        ];
+        for body in bodies {
+            let messages = Fields::read(body.as_bytes()).unwrap().messages.map(|list| long(list).unwrap());
+            assert_eq!(messages, Some(serde_json::from_str(list).unwrap()), "{body}");
+        }
+        let unreadable = Fields::read(br#"{"messages": ["\ud800"], "model": "m"}"#).unwrap();
+        assert!(long(unreadable.messages.unwrap()).is_err() && text(unreadable.model) == Some("m".into()));
+        assert!(Fields::read(br#"{"messages": [], "messages": null}"#).unwrap().messages.is_none());
     }
 
     #[test]

@@ -12,8 +12,8 @@ use super::prompt::{Api, Chat, Message, Part, ToolCall};
 const BILLING_HEADER: &str = "x-anthropic-billing-header";
 
 /// The chat of a request to `/v1/messages`.
-pub(super) fn chat(fields: &Fields<'_>) -> Result<Chat, Miss> {
-    let Json::List(list) = body::value(fields.messages.ok_or(NoText::Absent)?)? else {
+pub(super) fn chat(fields: &mut Fields<'_>) -> Result<Chat, Miss> {
+    let Json::List(list) = body::long(fields.messages.take().ok_or(NoText::Absent)?)? else {
         return Err(Unsupported::Shape.into());
     };
     let mut messages = Vec::with_capacity(list.len() + 1);

@@ -89,8 +89,8 @@ pub fn parse(request: &Request<'_>) -> Result<Prompt, Miss> {
     if kind == Kind::Other {
         return Err(NoText::Path.into());
     }
-    let fields = Fields::read(request.body)?;
-    let (inputs, prompts) = inputs(kind, &fields)?;
+    let mut fields = Fields::read(request.body)?;
+    let (inputs, prompts) = inputs(kind, &mut fields)?;
     let model = header_model(request).or_else(|| body::text(fields.model).filter(|model| !model.is_empty()));
     Ok(Prompt {
         model,
@@ -109,16 +109,16 @@ fn header_model(request: &Request<'_>) -> Option<String> {
 }
 
 /// The prompts within the bound, and how many there are in all.
-fn inputs(kind: Kind, fields: &Fields<'_>) -> Result<(Vec<Input>, usize), Miss> {
+fn inputs(kind: Kind, fields: &mut Fields<'_>) -> Result<(Vec<Input>, usize), Miss> {
     refuse_replaced_prompts(kind, fields)?;
     match kind {
-        Kind::Completions => prompts(body::value(fields.prompt.ok_or(NoText::Absent)?)?),
+        Kind::Completions => prompts(body::long(fields.prompt.take().ok_or(NoText::Absent)?)?),
         Kind::Generate => prompts(token_ids_only(body::value(fields.token_ids.ok_or(NoText::Absent)?)?)?),
         Kind::Chat => {
-            let messages = body::value(fields.messages.ok_or(NoText::Absent)?)?;
+            let messages = body::long(fields.messages.take().ok_or(NoText::Absent)?)?;
             Ok((vec![chat_input(messages, fields)?], 1))
         }
-        Kind::ChatBatch => match body::value(fields.messages.ok_or(NoText::Absent)?)? {
+        Kind::ChatBatch => match body::long(fields.messages.take().ok_or(NoText::Absent)?)? {
             Json::List(list) => bounded(list, |messages| chat_input(messages, fields)),
             _ => Err(Unsupported::Shape.into()),
         },

@@ -12,13 +12,13 @@ use super::miss::{Miss, NoText, Unsupported};
 use super::prompt::{Api, Chat, Message, Part, PartKind, TokenOptions, ToolCall, Truncate};
 
 /// The chat of a request to `/v1/responses`.
-pub(super) fn chat(fields: &Fields<'_>) -> Result<Chat, Miss> {
+pub(super) fn chat(fields: &mut Fields<'_>) -> Result<Chat, Miss> {
     if fields.previous_response_id.is_some() || fields.previous_input_messages.is_some() {
         return Err(Unsupported::PreviousResponse.into());
     }
     let mut messages = Vec::new();
     messages.extend(instructions(fields)?);
-    let open = match body::value(fields.input.ok_or(NoText::Absent)?)? {
+    let open = match body::long(fields.input.take().ok_or(NoText::Absent)?)? {
         Json::Text(text) => {
             messages.push(said("user", text));
             false

@@ -16,6 +16,9 @@ use kvlb_tests::packages;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
+/// Texts with letters that an expression without regard to case takes for `s` and `k`.
+const LIKE_OTHERS: [&str; 5] = ["e'ſ'Sm", "h'ſ'LLa", "o'ſ'ree", "ה'ſ'st", "I'\u{212a}'ve"];
+
 /// Texts for each tokenizer.
 const CASES: u32 = 60;
 
@@ -70,6 +73,9 @@ fn check(name: &str, model_type: &str, fast: bool) -> Result<()> {
     assert_eq!(status.cuts, name != "llama2", "{status:?}");
     let has_template = matches!(name, "qwen3" | "llama31" | "gemma3" | "deepseekv3mt");
     assert_eq!(status.outlines, has_template, "{status:?}");
+    for text in LIKE_OTHERS {
+        compare(&reference, &quick, &[(text.repeat(3), 0.5)]).map_err(|error| anyhow::anyhow!("{error}"))?;
+    }
     let added = added_tokens(&folder)?;
     let config = Config { cases: CASES, failure_persistence: None, ..Config::default() };
     let texts = prop::collection::vec((text(added), 0.0..1.0), 1..4);

@@ -14,6 +14,21 @@ pub(super) struct Api {
     config: Client,
 }
 
+/// Bytes of an answer that are read: more than any of the API has, also with the names of every block of 32 MiB.
+const ANSWER_MAX: usize = 256 << 20;
+
+/// The text of an answer, unless it has more than [`ANSWER_MAX`] bytes.
+pub(super) async fn bounded_text(mut answer: reqwest::Response) -> Result<Option<String>, reqwest::Error> {
+    let mut body = Vec::new();
+    while let Some(piece) = answer.chunk().await? {
+        if body.len() + piece.len() > ANSWER_MAX {
+            return Ok(None);
+        }
+        body.extend_from_slice(&piece);
+    }
+    Ok(Some(String::from_utf8_lossy(&body).into_owned()))
+}
+
 type Query<'a> = [(&'a str, String)];
 
 impl Api {
@@ -72,7 +87,11 @@ impl Api {
     async fn send(&self, request: RequestBuilder) -> Result<(StatusCode, String), CliError> {
         let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
         let status = answer.status();
-        let text = answer.text().await.map_err(|error| self.unreachable(&error))?;
+        let text = match bounded_text(answer).await {
+            Ok(Some(text)) => text,
+            Ok(None) => return Err(self.not_ours(status)),
+            Err(error) => return Err(self.unreachable(&error)),
+        };
         if status.is_success() { Ok((status, text)) } else { Err(self.refused(status, &text)) }
     }
 

@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
-use super::api::Api;
+use super::api::{Api, bounded_text};
 use super::{Answer, CliError, Output, error, find_rule};
 use crate::clock;
 
@@ -398,7 +398,9 @@ impl Gate<'_> {
         };
         let answer = request.send().await.map_err(|error| gone(&error))?;
         let status = answer.status();
-        let text = answer.text().await.map_err(|error| gone(&error))?;
+        let Some(text) = bounded_text(answer).await.map_err(|error| gone(&error))? else {
+            return Err(Shut::Step(format!("{place} answered without an end")));
+        };
         if !status.is_success() {
             let shown: String = text.chars().filter(|c| !c.is_control()).take(300).collect();
             return Err(Shut::Step(format!("{place} answered {status}: {shown}")));

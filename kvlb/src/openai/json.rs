@@ -157,6 +157,10 @@ impl<'de> Visitor<'de> for JsonVisitor {
     }
 
     fn visit_f64<E: Error>(self, value: f64) -> Result<Json, E> {
+        if value == 0.0 && value.is_sign_negative() {
+            // Python reads `-0` as an integer and `-0.0` as none; the parser here does not tell them apart.
+            return Err(E::custom("a negative zero"));
+        }
         if value.abs() < WIDE { Ok(Json::Float(value)) } else { Err(E::custom("a number of more than 64 bits")) }
     }
 
@@ -240,8 +244,21 @@ mod tests {
         assert_eq!(read("18446744073709551615"), Json::Int(18_446_744_073_709_551_615));
         assert_eq!(read("-9223372036854775808"), Json::Int(-9_223_372_036_854_775_808));
         assert_eq!(read("1.0"), Json::Float(1.0));
-        for wide in ["18446744073709551616", "1e30", "-99999999999999999999", "1e400"] {
-            assert!(serde_json::from_str::<Json>(wide).is_err(), "{wide}");
+        for refused in ["18446744073709551616", "1e30", "-99999999999999999999", "1e400", "-0", "-0.0", "-1e-400"] {
+            assert!(serde_json::from_str::<Json>(refused).is_err(), "{refused}");
+        }
+    }
+
+    /// The right-hand sides are what Python 3.11 prints.
+    #[test]
+    fn numbers_are_read_to_the_last_digit() {
+        for (given, read_as) in [
+            ("-122.41941550000001", "-122.41941550000001"),
+            ("1.7976931348623157", "1.7976931348623157"),
+            ("123456789.12345679", "123456789.12345679"),
+            ("9007199254740993.0", "9007199254740992.0"),
+        ] {
+            assert_eq!(read(given).dumps().unwrap(), read_as);
         }
     }
 

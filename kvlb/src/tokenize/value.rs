@@ -380,12 +380,33 @@ fn write_text_repr(text: &str, out: &mut String) -> bool {
             ' '..='~' => out.push(char),
             // Writing to a string cannot fail.
             _ if char.is_ascii() => write!(out, "\\x{:02x}", u32::from(char)).unwrap_or_default(),
-            _ if char.is_alphanumeric() => out.push(char),
+            _ if is_old_letter(char) => out.push(char),
             _ => return false,
         }
     }
     out.push(quote);
     true
+}
+
+/// Whether a character is a letter that every Python that engines run with knows: in later ones there are more, and what a
+/// Python does not know it escapes.
+///
+/// Source: Unicode's `DerivedAge`; Python 3.8 has version 12.1. Only blocks without later additions are here.
+fn is_old_letter(char: char) -> bool {
+    let known = matches!(char,
+        '\u{c0}'..='\u{24f}' // Latin
+        | '\u{370}'..='\u{52f}' // Greek, Cyrillic
+        | '\u{531}'..='\u{556}' | '\u{561}'..='\u{586}' // Armenian
+        | '\u{5d0}'..='\u{5ea}' // Hebrew
+        | '\u{620}'..='\u{64a}' | '\u{671}'..='\u{6d3}' // Arabic
+        | '\u{904}'..='\u{939}' // Devanagari
+        | '\u{e01}'..='\u{e30}' // Thai
+        | '\u{1e00}'..='\u{1eff}' // Latin
+        | '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}' // Kana
+        | '\u{4e00}'..='\u{9fef}' // Han
+        | '\u{ac00}'..='\u{d7a3}' // Hangul
+    );
+    known && char.is_alphanumeric()
 }
 
 /// A number as Python writes it.
@@ -490,7 +511,14 @@ mod tests {
         for wide in ["1e16", "0.00001", "-2e17"] {
             assert!(value(&serde_json::from_str(wide).unwrap()).is_none(), "{wide}");
         }
-        assert_eq!(write("-0.0", &Style::default()), "-0.0");
+    }
+
+    #[test]
+    fn a_letter_that_not_every_python_knows_has_no_notation() {
+        for letter in ["\u{a7cd}", "\u{1e4d0}", "\u{10d4a}", "\u{31350}", "\u{9ffd}"] {
+            assert_eq!(repr(&list(vec![Value::from(letter)])), None, "{letter}");
+        }
+        assert_eq!(repr(&list(vec![Value::from("éЖא世한")])).as_deref(), Some("['éЖא世한']"));
     }
 
     /// The right-hand side is what Python 3.11's `repr` printed.

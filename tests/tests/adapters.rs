@@ -108,3 +108,20 @@ async fn an_adapter_whose_place_is_not_told_is_a_counted_miss_and_never_a_wrong_
     }
     assert_eq!((fleet.sum(HITS).await.unwrap(), fleet.sum(MISSES).await.unwrap()), (before.0, before.1 + 3));
 }
+
+#[tokio::test]
+async fn the_header_that_tells_the_rule_makes_no_adapter_s_request_one_for_the_base_model() {
+    let engine = |name| EngineConfig { adapters: vec![adapter("lora", "/srv/lora")], ..quick(name) };
+    let fleet = Fleet::start(Setup { engines: vec![engine("a"), engine("b")], ..Setup::default() }).await.unwrap();
+    let base = of("tiny", &prompt(1));
+    let owner = fleet.who(&fleet.ask(&base).await.unwrap()).unwrap();
+    known(&fleet, owner, &base).await;
+    let other = of("lora", &prompt(2));
+    let owner_of_other = fleet.who(&fleet.ask(&other).await.unwrap()).unwrap();
+    known(&fleet, owner_of_other, &other).await;
+    let before = fleet.sum(HITS).await.unwrap();
+    let answer = fleet.ask_with(&[("X-Model", "tiny")], &of("lora", &prompt(1))).await.unwrap();
+    assert_eq!((answer.cached_tokens(), fleet.sum(HITS).await.unwrap()), (Some(0), before));
+    let own = fleet.ask_with(&[("X-Model", "lora")], &base).await.unwrap();
+    assert_eq!((own.cached_tokens(), fleet.sum(HITS).await.unwrap()), (Some(96), before + 1));
+}

@@ -97,6 +97,25 @@ async fn an_engine_that_does_not_report_is_not_held_to_anything() {
 }
 
 #[tokio::test]
+async fn requests_for_which_an_engine_does_not_look_into_its_cache_prove_nothing() {
+    let engines = vec![EngineConfig { no_replay: true, ..quick("a") }];
+    let fleet = Fleet::start(Setup { engines, ..Setup::default() }).await.unwrap();
+    warm(&fleet, 0, &prompt(0)).await;
+    for number in 0..3 * PATIENCE {
+        let mut body = prompt(0);
+        if number % 2 == 0 {
+            body["prompt_logprobs"] = json!(1);
+        } else {
+            (body["echo"], body["logprobs"]) = (json!(true), json!(1));
+        }
+        assert_eq!(fleet.ask(&body).await.unwrap().cached_tokens(), Some(0));
+    }
+    sleep(Duration::from_millis(500)).await;
+    assert_eq!((fleet.sum(PREDICTED).await.unwrap(), fleet.depth(0, &prompt(0)).await.unwrap()), (0, 8));
+    assert_eq!(fleet.ask(&prompt(0)).await.unwrap().cached_tokens(), Some(128));
+}
+
+#[tokio::test]
 async fn an_engine_that_reports_less_than_half_is_replayed_and_that_is_said() {
     let fleet = Fleet::start(Setup { engines: vec![quick("a")], ..Setup::default() }).await.unwrap();
     for number in 0..4 {

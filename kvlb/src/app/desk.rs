@@ -81,24 +81,17 @@ impl Desk {
         named
     }
 
-    fn call(
-        &self,
-        request: &Request,
-        service: Arc<Service>,
-        named: Result<Named, Miss>,
-        (weight, streams): (u32, bool),
-    ) -> Errand {
+    fn call(&self, request: &Request, service: Arc<Service>, named: Result<Named, Miss>, shape: Shape) -> Errand {
         let asks = request.head.method() == "POST" && openai::kind(request.head.path()) != Kind::Other;
         Errand {
             state: Arc::clone(&self.state),
             service,
             named,
             client: request.arrival.client.ip(),
-            weight: weight.max(1),
+            shape,
             decision: None,
             earlier: Vec::new(),
             expectations: Vec::new(),
-            streams,
             predicted: None,
             ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
@@ -158,11 +151,11 @@ struct How {
 
 impl How {
     fn new(state: &State, service: &Service, prompt: &Prompt) -> Self {
-        let asked = prompt.model.as_deref();
+        let asked = prompt.served.as_deref();
         let adapter = asked.filter(|asked| service.lists_adapter(asked));
         // An adapter's tokenizer is its base model's.
         let base = adapter.and_then(|adapter| service.base_of(adapter));
-        let model = service.rule().key.model.as_deref().or(base.as_deref()).or(asked);
+        let model = service.rule().key.model.as_deref().or(base.as_deref()).or(asked).or(prompt.model.as_deref());
         let max_model_len = service.max_model_len();
         let limits = tokenize::Limits {
             max_tokens: max_model_len.unwrap_or(usize::MAX).min(state.config().max_tokens).max(1),
@@ -243,7 +236,10 @@ impl Backplane for Desk {
         watch.lap(Step::Parse);
         let service = self.service(request, model.as_deref())?;
         let named = self.name(&service, prompt.as_ref().map_err(|miss| *miss), &mut watch);
-        let shape = prompt.as_ref().map_or((1, false), |prompt| (prompt.weight(), prompt.stream));
+        let shape = prompt.as_ref().map_or_else(
+            |_miss| Shape::default(),
+            |prompt| Shape { weight: prompt.weight(), streams: prompt.stream, reads_cache: prompt.reads_cache },
+        );
         Ok(self.call(request, service, named, shape))
     }
 
@@ -256,7 +252,7 @@ impl Backplane for Desk {
             Haste::Budget => "budget",
             Haste::QueueFull => "queue_full",
         };
-        Ok(self.call(request, service, Err(Miss::because(Reason::Tokenize, detail)), (1, false)))
+        Ok(self.call(request, service, Err(Miss::because(Reason::Tokenize, detail)), Shape::default()))
     }
 
     fn models(&self, request: &Request) -> Vec<Errand> {
@@ -270,7 +266,24 @@ impl Backplane for Desk {
             return Vec::new();
         }
         let unnamed = || Err(Miss::new(Reason::TextEmpty));
-        services.into_iter().map(|service| self.call(request, service, unnamed(), (1, false))).collect()
+        services.into_iter().map(|service| self.call(request, service, unnamed(), Shape::default())).collect()
+    }
+}
+
+/// What of a request matters once its prompt has names.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    /// Sequences that the engine will run for it, at least one.
+    weight: u32,
+    /// Whether the answer comes in pieces: its blocks are announced soon after the first, else before the end.
+    streams: bool,
+    /// Whether the engine looks into its cache for it, so that what it reports can be held against what was predicted.
+    reads_cache: bool,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self { weight: 1, streams: false, reads_cache: true }
     }
 }
 
@@ -281,15 +294,13 @@ pub(super) struct Errand {
     service: Arc<Service>,
     named: Result<Named, Miss>,
     client: IpAddr,
-    weight: u32,
+    shape: Shape,
     /// The last choice, until one has been counted.
     decision: Option<Decision>,
     /// Those before it, of endpoints that were tried.
     earlier: Vec<Decision>,
     /// What its answer will bring, at the endpoint chosen last.
     expectations: Vec<Expectation>,
-    /// Whether the answer comes in pieces: its blocks are announced soon after the first, else before the end.
-    streams: bool,
     /// The endpoint that the request went to, and the blocks of its prompt that were said to be there.
     predicted: Option<(usize, u32)>,
     /// Whether the client chose the data-parallel rank itself.
@@ -309,7 +320,7 @@ impl Call for Errand {
             limits: Limits { ..rule.limits },
             forwarded_headers: rule.forwarded_headers,
             client_half_close: rule.client_half_close,
-            usage: self.counts && self.weight == 1 && rule.kv.mode != ExactMode::Off,
+            usage: self.counts && self.shape.reads_cache && self.shape.weight == 1 && rule.kv.mode != ExactMode::Off,
         }
     }
 
@@ -354,7 +365,7 @@ impl Call for Errand {
                 self.state.metrics.first_byte_seconds.with_label_values(&[tier.label()]).observe(waited.as_secs_f64());
                 self.count_class(status);
                 match status {
-                    200 if self.streams => self.answered(),
+                    200 if self.shape.streams => self.answered(),
                     200 => {}
                     _ => self.expectations.clear(),
                 }
@@ -413,7 +424,7 @@ impl Errand {
 
     fn target(&self, position: usize, decision: &Decision) -> Option<Target<InFlight>> {
         let endpoint = self.service.endpoints.get(position)?;
-        let guard = endpoint.meters.enter(self.weight, self.service.next_choice());
+        let guard = endpoint.meters.enter(self.shape.weight, self.service.next_choice());
         let fields =
             if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
         let addresses = Addresses(endpoint.addresses());

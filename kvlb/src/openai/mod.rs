@@ -91,14 +91,16 @@ pub fn parse(request: &Request<'_>) -> Result<Prompt, Miss> {
     }
     let mut fields = Fields::read(request.body)?;
     let (inputs, prompts) = inputs(kind, &mut fields)?;
-    let model = header_model(request).or_else(|| body::text(fields.model).filter(|model| !model.is_empty()));
+    let served = body::text(fields.model).filter(|model| !model.is_empty());
     Ok(Prompt {
-        model,
+        model: header_model(request).or_else(|| served.clone()),
+        served,
         inputs,
         prompts,
         samples: samples(kind, fields.n),
         cache_salt: body::text(fields.cache_salt).filter(|salt| !salt.is_empty()),
         options: token_options(kind, &fields)?,
+        reads_cache: reads_cache(kind, &fields),
         stream: fields.stream.is_some_and(|stream| stream.get() == "true"),
         user: body::text(fields.user),
     })
@@ -118,6 +120,8 @@ fn inputs(kind: Kind, fields: &mut Fields<'_>) -> Result<(Vec<Input>, usize), Mi
             let messages = body::long(fields.messages.take().ok_or(NoText::Absent)?)?;
             Ok((vec![chat_input(messages, fields)?], 1))
         }
+        // vLLM 0.32.0 takes tools here and shows them to nobody.
+        Kind::ChatBatch if fields.tools.is_some() => Err(Unsupported::Tools.into()),
         Kind::ChatBatch => match body::long(fields.messages.take().ok_or(NoText::Absent)?)? {
             Json::List(list) => bounded(list, |messages| chat_input(messages, fields)),
             _ => Err(Unsupported::Shape.into()),
@@ -270,6 +274,22 @@ fn reserve(kind: Kind, fields: &Fields<'_>) -> usize {
         Some(limit) => usize::from(!matches!(limit.get(), "0" | "null")),
         None => usize::from(kind == Kind::Completions),
     }
+}
+
+/// Whether the engine looks into its cache for a request.
+///
+/// Source: vLLM 0.32.0, `SamplingParams.skip_reading_prefix_cache`, and `CompletionRequest.to_sampling_params`, where `echo`
+/// with `logprobs` asks for those of the prompt.
+fn reads_cache(kind: Kind, fields: &Fields<'_>) -> bool {
+    let of_prompt = match kind {
+        Kind::Generate => fields.sampling_params.and_then(|params| body::value(params).ok()).is_some_and(|params| {
+            let set = |key: &str| params.get(key).is_some_and(|value| !value.is_null());
+            set("prompt_logprobs") || set("skip_reading_prefix_cache")
+        }),
+        _ => fields.prompt_logprobs.is_some(),
+    };
+    let echoed = fields.echo.is_some_and(|echo| echo.get() != "false") && fields.logprobs.is_some();
+    !(of_prompt || echoed)
 }
 
 /// How many answers are asked for; the Messages and the Responses API know one only.

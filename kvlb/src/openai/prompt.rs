@@ -6,8 +6,10 @@ use crate::contract::TokenId;
 /// What the choice reads of a request's body.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prompt {
-    /// The model asked for: the `X-Model` header, else the body's `model`. `None` where neither names one.
+    /// The model that tells which rule serves it: the `X-Model` header, else the body's `model`. `None` where neither names one.
     pub model: Option<String>,
+    /// The body's `model`: what the engine goes by, adapters included, whatever the header says.
+    pub served: Option<String>,
     /// The prompts, each with blocks of its own, at most [`MAX_PROMPTS`](super::MAX_PROMPTS) of them.
     pub inputs: Vec<Input>,
     /// Prompts in the request, also those beyond the bound.
@@ -18,6 +20,8 @@ pub struct Prompt {
     pub cache_salt: Option<String>,
     /// How text becomes tokens.
     pub options: TokenOptions,
+    /// Whether the engine looks into its cache for it: not where it is to tell the probabilities of the prompt itself.
+    pub reads_cache: bool,
     /// Whether the answer is streamed.
     pub stream: bool,
     /// `user`, by which a conversation can be known.

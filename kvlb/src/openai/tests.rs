@@ -350,3 +350,44 @@ proptest! {
         prop_assert_eq!(completion(&body).unwrap().inputs, [Input::Text(text)]);
     }
 }
+
+#[test]
+fn the_header_tells_the_rule_and_the_body_what_is_served() {
+    fn models(header: Option<&str>, body: &[u8]) -> (Option<String>, Option<String>) {
+        let request = Request { method: "POST", path: "/v1/completions", model_header: header, body };
+        let prompt = parse(&request).unwrap();
+        (prompt.model, prompt.served)
+    }
+    let some = |model: &str| Some(model.to_owned());
+    assert_eq!(models(Some("h"), br#"{"model": "b", "prompt": "x"}"#), (some("h"), some("b")));
+    assert_eq!(models(Some("h"), br#"{"prompt": "x"}"#), (some("h"), None));
+    assert_eq!(models(None, br#"{"model": "b", "prompt": "x"}"#), (some("b"), some("b")));
+}
+
+#[test]
+fn an_engine_that_is_to_judge_the_prompt_computes_all_of_it() {
+    let reads = |path, more: &str| {
+        let body =
+            format!(r#"{{"prompt": "x", "token_ids": [1], "messages": [{{"role": "user", "content": "x"}}], {more}}}"#);
+        parse(&post(path, body.as_bytes())).unwrap().reads_cache
+    };
+    let (completions, generate) = ("/v1/completions", "/inference/v1/generate");
+    for more in [r#""echo": true, "logprobs": 1"#, r#""prompt_logprobs": 0"#] {
+        assert!(!reads(completions, more), "{more}");
+    }
+    assert!(!reads("/v1/chat/completions", r#""prompt_logprobs": 1"#));
+    for more in ["prompt_logprobs", "skip_reading_prefix_cache"] {
+        assert!(!reads(generate, &format!(r#""sampling_params": {{"{more}": 1}}"#)), "{more}");
+    }
+    for more in [r#""echo": true"#, r#""logprobs": 1"#, r#""echo": false, "logprobs": 1"#, r#""prompt_logprobs": null"#]
+    {
+        assert!(reads(completions, more), "{more}");
+    }
+    assert!(reads(generate, r#""sampling_params": {"max_tokens": 1}"#));
+}
+
+#[test]
+fn a_batch_of_chats_has_no_tools() {
+    let body = br#"{"messages": [[{"role": "user", "content": "x"}]], "tools": [{"type": "function", "function": {"name": "f"}}]}"#;
+    assert_eq!(why(parse(&post("/v1/chat/completions/batch", body))), ("tokenize", "tools"));
+}

@@ -163,6 +163,9 @@ impl Cache {
 
     /// The leading cached run. The last token is always computed, or there would be nothing to sample from.
     pub(super) fn hits(&self, seq: &Sequence) -> Hits {
+        if seq.request.skips_cache {
+            return Hits::default();
+        }
         let usable = &seq.digests[..seq.digests.len().min((seq.tokens.len() - 1) / self.naming.block_size())];
         let mut full = self.pool.hits(usable.iter(), self.full_group());
         let window = self.window_hits(usable, full.len());

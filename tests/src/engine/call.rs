@@ -66,6 +66,10 @@ pub(super) struct Call {
     pub(super) session: Option<String>,
     /// `vllm_xargs.kv_cache_report_mode` is `full`.
     pub(super) report_hits: bool,
+    /// The probabilities of the prompt's own tokens are asked for, so that all of it has to be computed.
+    ///
+    /// Source: vLLM 0.32.0, `SamplingParams.skip_reading_prefix_cache`.
+    pub(super) skips_cache: bool,
     /// `seed`; 0 without.
     pub(super) seed: u64,
     /// `instructions` of `/v1/responses`, which its answer repeats.
@@ -199,6 +203,7 @@ impl Call {
             salt: text(&body["cache_salt"]),
             session: text(&body["session_id"]).or_else(|| header("x-session-id")),
             report_hits: config.version.reports_hits() && body["vllm_xargs"]["kv_cache_report_mode"] == "full",
+            skips_cache: !body["prompt_logprobs"].is_null() || (body["echo"] == true && !body["logprobs"].is_null()),
             seed: number(body, "seed")?.unwrap_or(0),
             instructions: text(&body["instructions"]),
             rank,

@@ -291,6 +291,7 @@ impl Session {
                 salt: text(&body["cache_salt"]),
                 session: text(&body["session_id"]).or_else(|| text(&request["headers"]["X-Session-ID"])),
                 report_hits: body["vllm_xargs"]["kv_cache_report_mode"] == "full",
+                skips_cache: false,
                 choice: 0,
                 n: 1,
                 sink: self.sink.clone(),

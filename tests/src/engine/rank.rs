@@ -145,6 +145,7 @@ impl Rank {
             salt: call.salt.clone(),
             session: call.session.clone(),
             report_hits: call.report_hits,
+            skips_cache: call.skips_cache,
             choice,
             n: call.n,
             sink,

@@ -68,6 +68,8 @@ pub(super) struct Request {
     pub(super) session: Option<String>,
     /// Announce hits again (`kv_cache_report_mode: full`).
     pub(super) report_hits: bool,
+    /// Compute the whole prompt, cached or not.
+    pub(super) skips_cache: bool,
     /// Which of the call's answers this is.
     pub(super) choice: usize,
     /// `n` of the call, for the metrics.
@@ -87,6 +89,7 @@ impl Request {
             salt: None,
             session: None,
             report_hits: false,
+            skips_cache: false,
             choice: 0,
             n: 1,
             sink,

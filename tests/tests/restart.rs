@@ -150,10 +150,10 @@ async fn two_kvlbs_share_engines_and_never_a_directory() {
     let same_state = ["--api", "127.0.0.1:11112", "--pin-dir", "/sys/fs/bpf/kvlb-nobody"];
     let why = refused(stage.config(&same_state)).await;
     let directory = stage.dir().join("state").display().to_string();
-    assert!(why.contains("exit status: 1") && why.contains(&directory), "{why}");
+    assert!(why.contains("exit status: 7") && why.contains(&directory), "{why}");
     let other_state = stage.dir().join("other").display().to_string();
     let why = refused(stage.config(&["--api", "127.0.0.1:11112", "--state-dir", &other_state])).await;
-    assert!(why.contains("exit status: 1") && why.contains(&stage.pins().display().to_string()), "{why}");
+    assert!(why.contains("exit status: 7") && why.contains(&stage.pins().display().to_string()), "{why}");
     // With directories of its own it works beside the first, and both know the same blocks.
     let other_pins = stage.pins().with_extension("two");
     let own = ["--api", "127.0.0.1:11112", "--state-dir", &other_state, "--pin-dir", &other_pins.display().to_string()];

@@ -57,10 +57,13 @@ pub fn up(config: Config) -> ExitCode {
     }
 }
 
+/// Ends the process where the daemon does not start: the CLI's code for what has none of its own.
+const FAILED: u8 = 7;
+
 #[expect(clippy::print_stderr, reason = "why the daemon did not start belongs on the terminal, whatever the log level")]
 fn complain(error: &anyhow::Error) -> ExitCode {
     eprintln!("kvlb: {error:#}");
-    ExitCode::FAILURE
+    ExitCode::from(FAILED)
 }
 
 fn run(config: Config) -> Result<()> {
@@ -84,7 +87,7 @@ fn run(config: Config) -> Result<()> {
     let proxy = start_proxy(&config, &state)?;
     let listener = runtime
         .block_on(TcpListener::bind(config.api))
-        .with_context(|| format!("listen on the API address {}", config.api))?;
+        .with_context(|| format!("listen on the API address {}; --api names another", config.api))?;
     let about = About {
         datapath: if kernel.is_some() { "sk_lookup" } else { "none" }.to_owned(),
         datapath_detail: state

@@ -230,19 +230,19 @@ fn plan(facts: &EngineFacts) -> Plan {
     let mut defaults = Vec::new();
     let cache = facts.cache.known();
     let block_size = cache.and_then(|cache| cache.block_size).filter(|size| *size > 0).unwrap_or_else(|| {
-        defaults.push(format!("the engine does not tell its block size; {BLOCK_SIZE} is taken"));
+        defaults.push(format!("the engine does not tell its block size; {BLOCK_SIZE} is assumed"));
         BLOCK_SIZE
     });
     let told = cache.and_then(|cache| cache.hash_algo.as_deref());
     let algo = told.and_then(|algo| algo.parse().ok()).unwrap_or_else(|| {
         let what =
             told.map_or_else(|| "does not tell its algorithm".to_owned(), |algo| format!("names blocks by {algo}"));
-        defaults.push(format!("the engine {what}; {ALGO} is taken until its events say otherwise"));
+        defaults.push(format!("the engine {what}; {ALGO} is assumed until its events say otherwise"));
         ALGO
     });
     let source = facts.first_source();
     let zmq_port = source.and_then(EventSource::port).unwrap_or_else(|| {
-        defaults.push(format!("the engine does not tell its event port; {ZMQ_PORT} is taken"));
+        defaults.push(format!("the engine does not tell its event port; {ZMQ_PORT} is assumed"));
         ZMQ_PORT
     });
     let replay_port = source.and_then(EventSource::replay_port).filter(|port| *port != zmq_port);

@@ -294,7 +294,7 @@ struct DeleteLb {
     /// The VIP
     #[arg(value_name = "IP", requires = "tcp")]
     ip: Option<String>,
-    /// Its port or port range
+    /// Its port, or its port range, of which the first port is enough
     #[arg(long, value_name = "PORT", requires = "ip")]
     tcp: Option<String>,
     /// The rule's host, where several rules share the port

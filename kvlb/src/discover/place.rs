@@ -8,7 +8,7 @@ use crate::fleet::EndpointKey;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlaceError {
     /// TLS.
-    #[error("{0:?}: engines are spoken to in plain http only; put the port that it serves http at")]
+    #[error("{0:?} is https; engines are spoken to in plain http only: name the port at which the engine serves it")]
     Tls(String),
     /// Anything else.
     #[error("{0:?} is no engine's address; write http://HOST:PORT or HOST:PORT")]

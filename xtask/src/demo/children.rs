@@ -71,6 +71,7 @@ impl Stage {
         let deadline = now() + START_LIMIT;
         while self.api.get("/netlox/v1/config/loadbalancer/all").is_err() {
             if let Some(status) = self.kvlb.child.try_wait()? {
+                self.show_logs();
                 bail!("kvlb ended while starting: {status}");
             }
             ensure!(now() < deadline, "kvlb's API did not answer within {} s", START_LIMIT.as_secs());

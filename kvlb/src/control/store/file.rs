@@ -64,7 +64,7 @@ pub enum StoreError {
         source: io::Error,
     },
     /// Another process uses the directory.
-    #[error("another kvlb uses the state directory {}", .0.display())]
+    #[error("another kvlb uses the state directory {}: stop it, or name another with --state-dir, or none with --no-state", .0.display())]
     InUse(PathBuf),
     /// Neither the last version nor the one before can be read.
     #[error(

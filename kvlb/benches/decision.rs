@@ -21,11 +21,6 @@ use kvlb::router::{self, Decision, Tier};
 use kvlb::state::{Config, Service, State, Texts};
 use kvlb::telemetry::Metrics;
 use kvlb::tokenize::{EngineOptions, Files, Limits, Naming, Tokenizer};
-use mimalloc::MiMalloc;
-
-/// As in the program itself.
-#[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Tokens of the prompt.
 const TOKENS: usize = 8192;

@@ -10,7 +10,7 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs, reason = "a bench fails by panicking, and prints")]
 
-use std::alloc::{GlobalAlloc, Layout};
+use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,7 +22,6 @@ use kvlb::contract::{BlockHash, BlockSize, EventSeq, HashAlgo, NoneSeed, Rehash,
 use kvlb::fleet::Keying;
 use kvlb::state::index::{Index, IndexConfig, SlotId};
 use kvlb::state::kv::{EndpointKv, Naming};
-use mimalloc::MiMalloc;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
 
@@ -37,13 +36,13 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
         // SAFETY: the caller's promise about the layout is passed on.
-        unsafe { MiMalloc.alloc(layout) }
+        unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         IN_USE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the block came from `MiMalloc` with this layout.
-        unsafe { MiMalloc.dealloc(block, layout) }
+        // SAFETY: the block came from `System` with this layout.
+        unsafe { System.dealloc(block, layout) }
     }
 }
 

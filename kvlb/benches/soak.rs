@@ -17,11 +17,6 @@ use kvlb::contract::{BlockHash, BlockSize, EventSeq, HashAlgo, NoneSeed, Rehash,
 use kvlb::fleet::Keying;
 use kvlb::state::index::{Index, IndexConfig};
 use kvlb::state::kv::{EndpointKv, Feed, Naming};
-use mimalloc::MiMalloc;
-
-/// As in the program itself.
-#[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
 
 const ENDPOINTS: usize = 8;
 const BLOCKS: usize = 100_000;

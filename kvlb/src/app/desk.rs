@@ -38,7 +38,7 @@ const MODELS_NAMED: usize = 20;
 #[derive(Debug)]
 pub(super) struct Desk {
     state: Arc<State>,
-    steps: [Histogram; 3],
+    steps: [Histogram; Step::ALL.len()],
     hash_debug: bool,
 }
 
@@ -527,12 +527,12 @@ impl Drop for Errand {
 
 /// Measures the steps of one decision.
 struct StopWatch<'a> {
-    steps: &'a [Histogram; 3],
+    steps: &'a [Histogram; Step::ALL.len()],
     last: Instant,
 }
 
 impl<'a> StopWatch<'a> {
-    fn start(steps: &'a [Histogram; 3]) -> Self {
+    fn start(steps: &'a [Histogram; Step::ALL.len()]) -> Self {
         Self { steps, last: clock::now() }
     }
 

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::CliError;
 use crate::config::Client;
+use crate::discover;
 
 /// The API, as a client sees it.
 #[derive(Debug)]
@@ -18,15 +19,9 @@ pub(super) struct Api {
 const ANSWER_MAX: usize = 256 << 20;
 
 /// The text of an answer, unless it has more than [`ANSWER_MAX`] bytes.
-pub(super) async fn bounded_text(mut answer: reqwest::Response) -> Result<Option<String>, reqwest::Error> {
-    let mut body = Vec::new();
-    while let Some(piece) = answer.chunk().await? {
-        if body.len() + piece.len() > ANSWER_MAX {
-            return Ok(None);
-        }
-        body.extend_from_slice(&piece);
-    }
-    Ok(Some(String::from_utf8_lossy(&body).into_owned()))
+pub(super) async fn bounded_text(answer: reqwest::Response) -> Result<Option<String>, reqwest::Error> {
+    let body = discover::body_within(answer, ANSWER_MAX).await?;
+    Ok(body.map(|body| String::from_utf8_lossy(&body).into_owned()))
 }
 
 type Query<'a> = [(&'a str, String)];

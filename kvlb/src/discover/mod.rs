@@ -20,6 +20,6 @@ mod tests;
 pub use hear::{hear, heard};
 pub use place::{PlaceError, place};
 pub use preflight::{Heard, Look, OurTokens, Ours, Socket, agree, preflight};
-pub use read::{Asker, read};
+pub use read::{Asker, body_within, read};
 pub use report::{EndpointReport, Report, Row, Verdict};
 pub use sample::{SAMPLES, Sample, our_tokens};

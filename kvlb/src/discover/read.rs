@@ -52,18 +52,12 @@ impl Asker {
             Some(key) => request.bearer_auth(key),
             None => request,
         };
-        let mut answer = request.timeout(self.timeout).send().await.map_err(|error| self.unreachable(&error))?;
+        let answer = request.timeout(self.timeout).send().await.map_err(|error| self.unreachable(&error))?;
         if !answer.status().is_success() {
             return Err(Missing::Status(answer.status().as_u16()));
         }
-        let mut body = Vec::new();
-        while let Some(piece) = answer.chunk().await.map_err(|error| self.unreachable(&error))? {
-            if body.len() + piece.len() > limit {
-                return Err(Missing::Unreadable(format!("more than {limit} bytes")));
-            }
-            body.extend_from_slice(&piece);
-        }
-        Ok(body)
+        let body = body_within(answer, limit).await.map_err(|error| self.unreachable(&error))?;
+        body.ok_or_else(|| Missing::Unreadable(format!("more than {limit} bytes")))
     }
 
     fn unreachable(&self, error: &reqwest::Error) -> Missing {
@@ -123,6 +117,21 @@ async fn tokens(asker: &Asker, place: &EndpointKey, model: &str) -> Vec<Fact<Vec
         all.push(fact(answer.and_then(|body| parse(&body)).and_then(|answer| read_tokens(&answer))));
     }
     all
+}
+
+/// The body of an answer, unless it has more than `limit` bytes.
+///
+/// # Errors
+/// `reqwest`'s, where the answer breaks off.
+pub async fn body_within(mut answer: reqwest::Response, limit: usize) -> Result<Option<Vec<u8>>, reqwest::Error> {
+    let mut body = Vec::new();
+    while let Some(piece) = answer.chunk().await? {
+        if body.len() + piece.len() > limit {
+            return Ok(None);
+        }
+        body.extend_from_slice(&piece);
+    }
+    Ok(Some(body))
 }
 
 fn fact<T>(answer: Result<T, Missing>) -> Fact<T> {

@@ -163,7 +163,7 @@ impl<'a> Visitor<'a> for Filling<'_, 'a> {
                 *slot = if self.read {
                     Some(entries.next_value()?).filter(|value: &Json| !value.is_null()).map(Long::Read)
                 } else {
-                    Some(entries.next_value::<&'a RawValue>()?).filter(|value| counts(&key.0, value)).map(Long::Text)
+                    Some(entries.next_value::<&'a RawValue>()?).filter(|value| value.get() != "null").map(Long::Text)
                 };
                 continue;
             }

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use kvlb::clock;
 use kvlb::contract::events::{Attention, Batch, Event, Stored};
 use kvlb::contract::{BlockSize, EventSeq, Extra, HashAlgo, Hasher, KeyEra, KeySpace, NoneSeed, TokenId};
+use kvlb::control::wire::Body;
 use kvlb::fleet;
 use kvlb::openai::{self, Chat, Input, Request, TokenOptions};
 use kvlb::router::{self, Decision, Tier};
@@ -358,54 +359,18 @@ impl Fleet {
     }
 }
 
+/// A rule over some endpoints, as an operator would send it.
 fn rule(block_size: BlockSize) -> fleet::Rule {
-    let endpoint = |octet: u8| fleet::Endpoint {
-        key: fleet::EndpointKey { host: format!("192.0.2.{octet}"), port: 8000 },
-        weight: 1,
-        role: fleet::Role::Any,
-        admin_down: false,
-        monitor: None,
-        zmq_port: None,
-        replay_port: None,
-    };
-    fleet::Rule {
-        id: fleet::RuleId(1),
-        key: fleet::RuleKey {
-            vip: IpAddr::V4(Ipv4Addr::LOCALHOST),
-            ports: fleet::PortRange::single(8080),
-            host: String::new(),
-            path_prefix: String::new(),
-            model: None,
+    let endpoint =
+        |octet| serde_json::json!({"endpointIP": format!("192.0.2.{octet}"), "targetPort": 8000, "weight": 1});
+    let body = serde_json::json!({
+        "serviceArguments": {
+            "externalIP": "127.0.0.1", "port": 8080, "protocol": "tcp", "mode": 4, "sel": 0,
+            "kvExactMode": 3, "kvHashAlgo": "sha256_cbor", "kvBlockSize": block_size.tokens(), "kvZmqPort": 5557
         },
-        name: String::new(),
-        selector: fleet::Selector::RoundRobin,
-        mode: fleet::Mode::FullProxy,
-        endpoints: (1..=ENDPOINTS).map(endpoint).collect(),
-        monitor: fleet::Monitor::default(),
-        kv: fleet::KvRule {
-            mode: fleet::ExactMode::SinglePool,
-            engine: fleet::EngineType::Vllm,
-            block_size,
-            algo: HashAlgo::Sha256Cbor,
-            zmq_port: 5557,
-            replay_port: None,
-            warmup: Duration::ZERO,
-            dp_ranks: None,
-            keying: fleet::Keying::Auto,
-            tier_weights: fleet::TierWeights::default(),
-            observe: false,
-            score: fleet::Score::Prefix,
-            lb_mode: None,
-            load_floor: 4,
-        },
-        allowed_sources: Vec::new(),
-        decision_headers: false,
-        max_inspect_bytes: 32 << 20,
-        forwarded_headers: true,
-        client_half_close: false,
-        limits: fleet::Limits::default(),
-        admin_down: false,
-    }
+        "endpoints": (1..=ENDPOINTS).map(endpoint).collect::<Vec<_>>()
+    });
+    Body::from_json(&body).and_then(|body| body.rule(fleet::RuleId(1))).expect("the rule makes sense")
 }
 
 #[expect(clippy::cast_precision_loss, reason = "texts are shorter than 2^52 bytes")]

@@ -22,6 +22,7 @@
 //! | [`state`] | The table of services, fleets and inventories that edges write and read; every lock and atomic lives here. |
 //! | [`telemetry`] | Every metric family and the log set-up. |
 //! | [`clock`] | The one reader of clocks. |
+//! | [`courtesy`] | Long work makes way for data threads. |
 //!
 //! Edges: each one talks to one outside thing, turns it into core values, and stays thin.
 //!
@@ -44,6 +45,7 @@ pub mod clock;
 pub mod config;
 pub mod contract;
 pub mod control;
+pub mod courtesy;
 pub mod discover;
 pub mod fleet;
 pub mod ingest;

@@ -13,20 +13,29 @@ use std::pin::pin;
 use std::time::Duration;
 
 use crate::clock;
+use crate::courtesy::Place;
 
 /// The longest turn since it was last asked for.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
     longest: Cell<Option<Duration>>,
+    place: Option<Place>,
 }
 
 impl Holds {
+    /// Those of a thread that stays on the core of `place`, if it does, where others give way to its turns.
+    pub(super) fn on(place: Option<Place>) -> Self {
+        Self { longest: Cell::default(), place }
+    }
+
     /// Runs `task`, and measures each of its turns.
     pub(super) async fn measure<F: Future>(&self, task: F) -> F::Output {
         let mut task = pin!(task);
         poll_fn(|cx| {
             let start = clock::now();
+            let turn = self.place.as_ref().map(Place::turn);
             let ready = task.as_mut().poll(cx);
+            drop(turn);
             self.note(clock::now().saturating_duration_since(start));
             ready
         })

@@ -24,6 +24,7 @@ use super::meter::{Meter, Pulse, Refused};
 use super::workers::Workers;
 use super::{Config, Link};
 use crate::clock;
+use crate::courtesy::Place;
 
 /// How often a thread takes its own pulse, and sweeps its idle connections. Rare enough to cost nothing.
 const TICK: Duration = Duration::from_millis(50);
@@ -125,11 +126,12 @@ pub(super) struct Shared<P> {
 /// A data thread's whole life.
 pub(super) async fn run<B: Backend, P: Backplane>(
     number: usize,
+    place: Option<Place>,
     shared: Shared<P>,
     mut commands: mpsc::UnboundedReceiver<Command>,
 ) {
     buffer::open_shelf();
-    let lane = Rc::new(Lane::<B, P>::new(number, shared));
+    let lane = Rc::new(Lane::<B, P>::new(number, place, shared));
     let pulse = spawn_local(take_pulse(Rc::clone(&lane)));
     let mut doors = BTreeMap::new();
     let (deadline, release) = loop {
@@ -244,7 +246,7 @@ async fn take_pulse<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>) {
 }
 
 impl<B: Backend, P: Backplane> Lane<B, P> {
-    fn new(number: usize, shared: Shared<P>) -> Self {
+    fn new(number: usize, place: Option<Place>, shared: Shared<P>) -> Self {
         let Shared { backplane, meter, config, workers, budget } = shared;
         let bounds = Bounds { per_endpoint: config.idle_per_endpoint, total: config.idle_total, age: config.idle_age };
         Self {
@@ -254,7 +256,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             workers,
             budget,
             idle: RefCell::new(Idle::new(bounds)),
-            holds: Rc::default(),
+            holds: Rc::new(Holds::on(place)),
             scratch: Cell::default(),
             number,
             posts: RefCell::default(),

@@ -39,6 +39,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::sync::mpsc;
 
@@ -58,6 +60,7 @@ use self::io::Backend;
 use self::lane::{Command, Shared};
 use self::ring::Uring;
 use self::workers::Workers;
+use crate::courtesy::Cores;
 
 /// Connections that may wait to be accepted, the kernel's own bound permitting (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
@@ -170,7 +173,9 @@ impl Proxy {
             tracing::warn!(%error, "io_uring is not available: serving with epoll");
         }
         tracing::info!(io = engine.label(), threads = config.threads, "data threads start");
-        let workers = Workers::start(config.decision_threads, config.decision_queue).map_err(StartError::Thread)?;
+        let cores = Cores::new(CpuSet::count());
+        let workers =
+            Workers::start(config.decision_threads, config.decision_queue, &cores).map_err(StartError::Thread)?;
         let workers = Arc::new(workers);
         let budget = Budget::new(config.body_budget);
         let mut config = config;
@@ -184,8 +189,8 @@ impl Proxy {
             budget: Arc::clone(&budget),
         };
         let spawn = |number| match engine {
-            Engine::Uring => spawn_lane::<Uring, P>(number, shared()),
-            Engine::Epoll => spawn_lane::<Epoll, P>(number, shared()),
+            Engine::Uring => spawn_lane::<Uring, P>(number, shared(), &cores),
+            Engine::Epoll => spawn_lane::<Epoll, P>(number, shared(), &cores),
         };
         let lanes = (0..config.threads.max(1)).map(spawn).collect::<Result<_, _>>().map_err(StartError::Thread)?;
         Ok(Self { engine, lanes })
@@ -238,34 +243,35 @@ impl LaneHandle {
     }
 }
 
-fn spawn_lane<B: Backend, P: Backplane>(number: usize, shared: Shared<P>) -> std::io::Result<LaneHandle> {
+fn spawn_lane<B: Backend, P: Backplane>(
+    number: usize,
+    shared: Shared<P>,
+    cores: &Arc<Cores>,
+) -> std::io::Result<LaneHandle> {
+    let cores = Arc::clone(cores);
     let (commands, orders) = mpsc::unbounded_channel();
     let thread = std::thread::Builder::new().name(format!("kvlb-data-{number}")).spawn(move || {
-        if shared.config.pin {
-            pin_to_core(number);
-        }
-        if let Err(error) = B::block_on(lane::run::<B, P>(number, shared, orders)) {
+        let core = if shared.config.pin { pin_to_core(number) } else { None };
+        let place = core.and_then(|cpu| cores.place(cpu));
+        if let Err(error) = B::block_on(lane::run::<B, P>(number, place, shared, orders)) {
             tracing::error!(%error, thread = number, "a data thread cannot run");
         }
     })?;
     Ok(LaneHandle { commands, thread })
 }
 
-/// Binds the calling thread to the `number`-th of the cores that it may use. Where that is forbidden, it roams.
-fn pin_to_core(number: usize) {
-    use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
-    use nix::unistd::Pid;
-
+/// Binds the calling thread to the `number`-th of the cores that it may use, and says which. Where that is forbidden, it
+/// roams.
+fn pin_to_core(number: usize) -> Option<usize> {
     let this = Pid::from_raw(0);
     let pinned = sched_getaffinity(this).and_then(|allowed| {
         let cores: Vec<usize> = (0..CpuSet::count()).filter(|core| allowed.is_set(*core).unwrap_or(false)).collect();
         let mut own = CpuSet::new();
-        own.set(*cores.get(number % cores.len().max(1)).ok_or(nix::errno::Errno::EINVAL)?)?;
-        sched_setaffinity(this, &own)
+        let core = *cores.get(number % cores.len().max(1)).ok_or(nix::errno::Errno::EINVAL)?;
+        own.set(core)?;
+        sched_setaffinity(this, &own).map(|()| core)
     });
-    if let Err(error) = pinned {
-        tracing::debug!(%error, thread = number, "a data thread stays unpinned");
-    }
+    pinned.inspect_err(|error| tracing::debug!(%error, thread = number, "a data thread stays unpinned")).ok()
 }
 
 /// Allows this process as many file descriptors as the system lets it have, and says how many that are: each client takes

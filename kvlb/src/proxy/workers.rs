@@ -8,6 +8,8 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::courtesy::{self, Cores};
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// How much the pool steps back behind the data threads where there are too few cores for both. At 5 it still gets a
@@ -38,13 +40,15 @@ struct Waiting {
 pub(super) struct QueueFull;
 
 impl Workers {
-    pub(super) fn start(threads: usize, limit: usize) -> io::Result<Self> {
+    /// The threads give way to the data threads of `cores`.
+    pub(super) fn start(threads: usize, limit: usize, cores: &Arc<Cores>) -> io::Result<Self> {
         let waiting = Mutex::new(Waiting { jobs: VecDeque::with_capacity(limit), closed: false });
         let queue = Arc::new(Queue { waiting, ready: Condvar::new(), limit });
         let spawn = |number| {
-            let queue = Arc::clone(&queue);
+            let (queue, cores) = (Arc::clone(&queue), Arc::clone(cores));
             std::thread::Builder::new().name(format!("kvlb-decide-{number}")).spawn(move || {
                 step_back();
+                courtesy::give_way_to(cores);
                 queue.work();
             })
         };
@@ -75,6 +79,8 @@ fn step_back() {
 impl Queue {
     fn work(&self) {
         while let Some(job) = self.next() {
+            // Who asked for it is in a turn now.
+            courtesy::give_way();
             // The panic has been told by its hook; whoever waits for the job's result sees that none comes.
             if catch_unwind(AssertUnwindSafe(job)).is_err() {
                 tracing::error!("a decision panicked");
@@ -121,7 +127,7 @@ mod tests {
 
     #[test]
     fn jobs_are_done_and_a_panic_costs_only_its_own() {
-        let workers = Workers::start(1, 4).unwrap();
+        let workers = Workers::start(1, 4, &Cores::new(0)).unwrap();
         workers.submit(|| panic!("on purpose")).unwrap();
         let (done, wait) = mpsc::channel();
         workers.submit(move || done.send(7).unwrap()).unwrap();
@@ -131,7 +137,7 @@ mod tests {
     #[test]
     fn the_pool_steps_back_and_nobody_else_does() {
         let before = rustix::process::getpriority_process(None).unwrap();
-        let workers = Workers::start(1, 1).unwrap();
+        let workers = Workers::start(1, 1, &Cores::new(0)).unwrap();
         let (tell, told) = mpsc::channel();
         workers.submit(move || tell.send(rustix::process::getpriority_process(None).unwrap()).unwrap()).unwrap();
         assert_eq!(told.recv().unwrap(), (before + NICENESS).min(19));
@@ -140,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_full_queue_refuses_at_once() {
-        let workers = Workers::start(1, 2).unwrap();
+        let workers = Workers::start(1, 2, &Cores::new(0)).unwrap();
         let (release, held) = mpsc::channel::<()>();
         let (started, running) = mpsc::channel();
         workers

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use crate::courtesy;
 use crate::tokenize::{Link, Memory, Shape};
 
 /// Shards: many more than threads that name prompts, so that two seldom meet, and so many that dropping a generation of
@@ -85,6 +86,8 @@ impl Memory for Texts {
     }
 
     fn recall(&self, key: u128) -> Option<Arc<Link>> {
+        // It is asked once for every part of a text, which may be long, and all its locks are free.
+        courtesy::give_way();
         let link = self.links.recall(key);
         let count = if link.is_some() { &self.recalled } else { &self.unknown };
         count.fetch_add(1, Ordering::Relaxed);

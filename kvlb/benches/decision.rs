@@ -22,6 +22,11 @@ use kvlb::router::{self, Decision, Tier};
 use kvlb::state::{Config, Service, State, Texts};
 use kvlb::telemetry::Metrics;
 use kvlb::tokenize::{EngineOptions, Files, Limits, Naming, Tokenizer};
+use tikv_jemallocator::Jemalloc;
+
+/// As in the program itself.
+#[global_allocator]
+static ALLOCATOR: Jemalloc = Jemalloc;
 
 /// Tokens of the prompt.
 const TOKENS: usize = 8192;

@@ -10,7 +10,7 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs, reason = "a bench fails by panicking, and prints")]
 
-use std::alloc::{GlobalAlloc, Layout, System};
+use std::alloc::{GlobalAlloc, Layout};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -24,6 +24,7 @@ use kvlb::state::index::{Index, IndexConfig, SlotId};
 use kvlb::state::kv::{EndpointKv, Naming};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
+use tikv_jemallocator::Jemalloc;
 
 /// Counts the bytes in use.
 struct Counting;
@@ -36,13 +37,13 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
         // SAFETY: the caller's promise about the layout is passed on.
-        unsafe { System.alloc(layout) }
+        unsafe { Jemalloc.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         IN_USE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the block came from `System` with this layout.
-        unsafe { System.dealloc(block, layout) }
+        // SAFETY: the block came from `Jemalloc` with this layout.
+        unsafe { Jemalloc.dealloc(block, layout) }
     }
 }
 

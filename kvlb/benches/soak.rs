@@ -17,6 +17,11 @@ use kvlb::contract::{BlockHash, BlockSize, EventSeq, HashAlgo, NoneSeed, Rehash,
 use kvlb::fleet::Keying;
 use kvlb::state::index::{Index, IndexConfig};
 use kvlb::state::kv::{EndpointKv, Feed, Naming};
+use tikv_jemallocator::Jemalloc;
+
+/// As in the program itself.
+#[global_allocator]
+static ALLOCATOR: Jemalloc = Jemalloc;
 
 const ENDPOINTS: usize = 8;
 const BLOCKS: usize = 100_000;

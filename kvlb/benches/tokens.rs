@@ -10,6 +10,11 @@ use std::hint::black_box;
 use criterion::{Criterion, criterion_group, criterion_main};
 use kvlb::openai::{self, Input, Request};
 use kvlb::tokenize::{EngineOptions, Files, Limits, Tokenizer};
+use tikv_jemallocator::Jemalloc;
+
+/// As in the program itself.
+#[global_allocator]
+static ALLOCATOR: Jemalloc = Jemalloc;
 
 const TOKENIZER: &[u8] = include_bytes!("../../tests/golden/tiny-tokenizer/tokenizer.json");
 const CONFIG: &[u8] = include_bytes!("../../tests/golden/tiny-tokenizer/tokenizer_config.json");

@@ -26,7 +26,7 @@ use fleet::{Fleet, Setup, Talker, completion, quick};
 const STALLS: &str = "kvlb_loop_stall_seconds";
 const ALLOWED: f64 = if cfg!(debug_assertions) { 0.05 } else { 0.001 };
 const LONG: Duration = Duration::from_secs(5);
-const ROUNDS: usize = 4;
+const ROUNDS: usize = 8;
 const WORDS: usize = 100_000;
 
 /// A text of about one token a word, unlike that of any other number from its first block on.

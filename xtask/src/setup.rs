@@ -1,7 +1,7 @@
 //! `cargo xtask setup`: installs what this machine lacks, from Debian's packages and from crates.io, and nothing that is
 //! already there.
 //!
-//! Other chores call [`ebpf`] or [`network`] before they need the tools.
+//! Other chores call [`build`], [`ebpf`] or [`network`] before they need the tools.
 
 use std::path::Path;
 use std::process::Command;
@@ -27,6 +27,8 @@ pub(crate) struct Args {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Part {
+    /// What the build calls beside the compilers: make
+    Build,
     /// Tools that rebuild the kernel programs (1.4 GB, a few minutes)
     Ebpf,
     /// Tools that the demo and the tests in network namespaces call
@@ -40,6 +42,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     for part in parts {
         match part {
+            Part::Build => build()?,
             Part::Ebpf => ebpf()?,
             Part::Network => network()?,
         }
@@ -60,6 +63,14 @@ pub(crate) fn ebpf() -> Result<()> {
     install_bpf_linker().context("build bpf-linker")
 }
 
+/// Makes sure that the workspace can be built here.
+///
+/// # Errors
+/// As [`ebpf`].
+pub(crate) fn build() -> Result<()> {
+    install(&BUILD)
+}
+
 /// Makes sure that the programs are there which set up and look into network namespaces.
 ///
 /// # Errors
@@ -73,6 +84,9 @@ struct Package {
     name: &'static str,
     is_there: fn() -> bool,
 }
+
+/// jemalloc comes as C.
+const BUILD: [Package; 1] = [Package { name: "make", is_there: || on_path("make").is_some() }];
 
 const EBPF: [Package; 3] = [
     // A compiler that can build `core` for the kernel: the `rustc` on PATH stays what it is.
@@ -90,6 +104,9 @@ const NETWORK: [Package; 3] = [
 
 fn check(parts: &[Part]) -> Result<()> {
     let mut names = Vec::new();
+    if parts.contains(&Part::Build) {
+        names.extend(missing(&BUILD));
+    }
     if parts.contains(&Part::Ebpf) {
         names.extend(missing(&EBPF));
         names.extend(linker(&root()).is_none().then_some("bpf-linker"));

@@ -20,6 +20,7 @@ pub(crate) struct Args {
 const HOST: [&str; 3] = ["--workspace", "--exclude", "kvlb-ebpf"];
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    setup::build().context("set up what the build needs")?;
     setup::network().context("set up what the tests need")?;
     if !args.quick {
         checks()?;

@@ -57,6 +57,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         nix::unistd::geteuid().is_root(),
         "the demo makes a network namespace and loads kernel programs: run it as root (sudo cargo xtask demo)"
     );
+    setup::build().context("set up what the build needs")?;
     setup::network().context("set up what the demo needs")?;
     println!("== building kvlb and the simulated engine");
     let mut build = cargo();

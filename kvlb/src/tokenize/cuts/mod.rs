@@ -17,7 +17,7 @@ use sign::{Pairs, Sign, Signs};
 
 /// Bytes between two cuts, at least. Each part costs a look-up when it is known, and all of it is read again when its
 /// last character changes: at this length the two cost about the same.
-const PART_MIN: usize = 1024;
+const PART_MIN: usize = 2048;
 
 /// How GPT-2 cuts text into words.
 ///
@@ -47,7 +47,7 @@ impl Cuts {
         !self.pairs.is_empty()
     }
 
-    /// The parts of `text`, each as short as may be but of 1024 bytes at least, except the last one.
+    /// The parts of `text`, each as short as may be but of 2048 bytes at least, except the last one.
     ///
     /// Where a part ends depends on nothing that comes after it but one character, so texts that begin alike have their
     /// first parts in common.

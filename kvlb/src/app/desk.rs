@@ -203,6 +203,7 @@ impl Backplane for Desk {
     fn survey(&self, head: &Head, arrival: &Arrival) -> Result<Survey, Reply> {
         let table = self.state.table();
         let (mut inspect, mut body_limit, mut any) = (None, Duration::ZERO, false);
+        let mut client_half_close = false;
         let by_model = tells_by_model(&table, arrival);
         let model_told = head.fields().text("x-model").is_some();
         let has_prompt = head.method() == "POST" && openai::kind(head.path()) != Kind::Other;
@@ -210,13 +211,14 @@ impl Backplane for Desk {
             any = true;
             let rule = service.rule();
             body_limit = body_limit.max(rule.limits.request_body);
+            client_half_close |= rule.client_half_close;
             let for_prompt = has_prompt && rule.kv.mode != ExactMode::Off;
             let for_model = by_model && !model_told && head.method() == "POST";
             if for_prompt || for_model {
                 inspect = inspect.max(Some(rule.max_inspect_bytes));
             }
         }
-        if any { Ok(Survey { inspect, body_limit }) } else { Err(refuse(&Unserved::NoVip, None)) }
+        if any { Ok(Survey { inspect, body_limit, client_half_close }) } else { Err(refuse(&Unserved::NoVip, None)) }
     }
 
     fn is_heavy(&self, request: &Request) -> bool {

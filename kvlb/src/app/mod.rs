@@ -30,7 +30,7 @@ use crate::kernel::Kernel;
 use crate::proxy::{self, Proxy};
 use crate::state::{self, State};
 use crate::telemetry::{Metrics, init_logs};
-use crate::{clock, staging};
+use crate::{clock, probe, staging};
 
 use desk::Desk;
 use live::LiveState;
@@ -104,10 +104,11 @@ fn run(config: Config) -> Result<()> {
     announce(&about, &metrics);
     let (stop_api, api_stopped) = oneshot::channel::<()>();
     let asker = learn::asker(config.engine_key.as_ref()).context("make a client for the engines")?;
+    let prober = probe::Asker::new(config.engine_key.as_deref()).context("make a client for probes")?;
     let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref(), asker.clone(), config.kv.replay_offset));
     let api = Api::new(live, about);
     api.ready(store);
-    let parts = Parts { config, state, asker, zero, kernel, proxy: Arc::new(proxy) };
+    let parts = Parts { config, state, asker, prober, zero, kernel, proxy: Arc::new(proxy) };
     runtime.block_on(parts.serve(listener, api, api_stopped, stop_api))?;
     runtime.shutdown_timeout(CONTROL_STOP);
     tracing::info!("stopped");
@@ -119,6 +120,7 @@ struct Parts {
     config: Config,
     state: Arc<State>,
     asker: Asker,
+    prober: probe::Asker,
     zero: Option<Zero>,
     kernel: Option<Arc<Mutex<Kernel>>>,
     proxy: Arc<Proxy>,
@@ -134,9 +136,9 @@ impl Parts {
     ) -> Result<()> {
         let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let mut tasks = JoinSet::new();
-        let Self { config, state, asker, zero, kernel, proxy } = self;
+        let Self { config, state, asker, prober, zero, kernel, proxy } = self;
         tasks.spawn(staging::keep_loaded(config.tokenizer_dir.clone(), Arc::clone(&state)));
-        tasks.spawn(watch::keep_watching(Arc::clone(&state), config.kv.replay_offset));
+        tasks.spawn(watch::keep_watching(Arc::clone(&state), prober, config.kv.replay_offset));
         if let Some(zero) = zero {
             tasks.spawn(zero.follow(Arc::clone(&state), asker.clone()));
         }

@@ -56,8 +56,7 @@ impl PartialEq for Listening {
 }
 
 /// Follows the rules for ever.
-pub(super) async fn keep_watching(state: Arc<State>, replay_offset: Option<u16>) {
-    let http = reqwest::Client::new();
+pub(super) async fn keep_watching(state: Arc<State>, asker: probe::Asker, replay_offset: Option<u16>) {
     let mut probes: Crew<Key, Probing> = Crew::default();
     let mut subscriptions: Crew<Key, Listening> = Crew::default();
     let (mut rules, mut facts) = (state.watch_rules(), state.watch_facts());
@@ -74,7 +73,7 @@ pub(super) async fn keep_watching(state: Arc<State>, replay_offset: Option<u16>)
                 meters: Arc::clone(&probing.meters),
                 tokenizes: probing.tokenizes,
             };
-            tokio::spawn(probe::watch(target, Arc::clone(&state), http.clone()))
+            tokio::spawn(probe::watch(target, Arc::clone(&state), asker.clone()))
         });
         let wanted = table.services().iter().flat_map(|service| listening(service, replay_offset));
         subscriptions.update(wanted, |key, listening| tokio::spawn(listen(*key, listening.clone())));

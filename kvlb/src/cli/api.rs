@@ -1,5 +1,7 @@
 //! Requests to the REST API.
 
+use std::net::IpAddr;
+
 use reqwest::{Method, RequestBuilder, StatusCode, Url};
 use serde_json::Value;
 
@@ -24,13 +26,27 @@ pub(super) async fn bounded_text(answer: reqwest::Response) -> Result<Option<Str
     Ok(body.map(|body| String::from_utf8_lossy(&body).into_owned()))
 }
 
+/// Whether the address is one of this machine's own.
+fn is_this_machine(url: &Url) -> bool {
+    let Some(host) = url.host_str() else { return false };
+    match host.trim_matches(['[', ']']).parse::<IpAddr>() {
+        Ok(address) => address.is_loopback(),
+        Err(_name) => host == "localhost" || host.ends_with(".localhost"),
+    }
+}
+
 type Query<'a> = [(&'a str, String)];
 
 impl Api {
     pub(super) fn new(config: &Client) -> Result<Self, CliError> {
         let failed = |error: &dyn std::fmt::Display| CliError::Argument(format!("{}: {error}", config.url));
-        let http = reqwest::Client::builder().timeout(config.timeout).build().map_err(|error| failed(&error))?;
         let base = Url::parse(&config.url).map_err(|error| failed(&error))?;
+        let mut http = reqwest::Client::builder().timeout(config.timeout);
+        if is_this_machine(&base) {
+            // No proxy of the environment leads there.
+            http = http.no_proxy();
+        }
+        let http = http.build().map_err(|error| failed(&error))?;
         Ok(Self { http, base, config: config.clone() })
     }
 

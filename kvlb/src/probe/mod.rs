@@ -16,6 +16,7 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use crate::fleet::{EndpointKey, Monitor, Probe, ProbeKind};
+use crate::ingest;
 use crate::state::{ListedModel, Meters, State};
 use crate::tokenize::ModelSlug;
 use streak::Streak;
@@ -44,11 +45,30 @@ pub struct Target {
     pub tokenizes: bool,
 }
 
+/// How engines are asked.
+#[derive(Clone, Debug)]
+pub struct Asker {
+    http: reqwest::Client,
+    /// The key that engines want for what they say under `/v1`.
+    key: Option<Arc<str>>,
+}
+
+impl Asker {
+    /// One that asks the engines themselves: no proxy of the environment comes between, no redirect leads elsewhere, and
+    /// every probe has a connection of its own, since it is to show that the engine still takes one.
+    ///
+    /// # Errors
+    /// Where no HTTP client can be made.
+    pub fn new(key: Option<&str>) -> Result<Self, reqwest::Error> {
+        Ok(Self { http: ingest::plain_client()?, key: key.map(Arc::from) })
+    }
+}
+
 /// Probes one endpoint for ever.
-pub async fn watch(target: Target, state: Arc<State>, http: reqwest::Client) {
-    let facts = learn_facts(&target, &state, &http);
+pub async fn watch(target: Target, state: Arc<State>, asker: Asker) {
+    let facts = learn_facts(&target, &state, &asker);
     if target.monitor.enabled {
-        tokio::join!(facts, judge(&target, &state, &http));
+        tokio::join!(facts, judge(&target, &state, &asker.http));
     } else {
         if target.meters.set_probe(Probe::Unknown) {
             state.conditions_changed();
@@ -163,13 +183,13 @@ async fn probe_http(target: &Target, http: &reqwest::Client) -> Result<(), Failu
 }
 
 /// Keeps an endpoint's addresses and models fresh.
-async fn learn_facts(target: &Target, state: &State, http: &reqwest::Client) {
+async fn learn_facts(target: &Target, state: &State, asker: &Asker) {
     loop {
         let known = resolve(target).await;
         if known {
             state.conditions_changed();
         }
-        if let Some(models) = ask_models(target, http).await {
+        if let Some(models) = ask_models(target, asker).await {
             if target.tokenizes {
                 want_tokenizers(state, &models);
             }
@@ -211,8 +231,12 @@ async fn resolve(target: &Target) -> bool {
 }
 
 /// The models that an engine lists; `None` when it does not say.
-async fn ask_models(target: &Target, http: &reqwest::Client) -> Option<Vec<ListedModel>> {
-    let answer = http.get(format!("http://{}/v1/models", target.key)).timeout(PROBE_TIMEOUT).send().await.ok()?;
+async fn ask_models(target: &Target, asker: &Asker) -> Option<Vec<ListedModel>> {
+    let mut request = asker.http.get(format!("http://{}/v1/models", target.key)).timeout(PROBE_TIMEOUT);
+    if let Some(key) = &asker.key {
+        request = request.bearer_auth(key);
+    }
+    let answer = request.send().await.ok()?;
     let page: Models = serde_json::from_slice(&bounded_body(answer).await.ok()?).ok()?;
     Some(page.data.into_iter().filter_map(listed).collect())
 }

@@ -162,6 +162,8 @@ pub struct Survey {
     pub inspect: Option<usize>,
     /// The longest wait for the next piece of the body.
     pub body_limit: Duration,
+    /// A client's FIN behind a complete request may not count as its leaving: what it is decided by will tell.
+    pub client_half_close: bool,
 }
 
 /// What a rule says about relaying.

@@ -161,6 +161,11 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         });
     }
 
+    /// Learns from the front of a request that is refused as it stands.
+    pub(super) fn learn_early(&self, bytes: &[u8]) {
+        self.to_head.set(bytes.starts_with(b"HEAD "));
+    }
+
     pub(super) fn is_to_head(&self) -> bool {
         self.to_head.get()
     }

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::backplane::{Addresses, Backplane, ConnectFailure};
 use super::io::{Backend, Stream};
-use super::lane::{Lane, is_out_of_descriptors};
+use super::lane::{Lane, is_out_of_resources};
+use crate::clock;
 
 /// Addresses of one endpoint that are tried one after the other: names rarely have more that differ.
 const ADDRESSES_MAX: usize = 3;
@@ -36,15 +37,16 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
         None
     }
 
-    /// A new connection.
+    /// A new connection, within `limit` for all of the addresses.
     pub(super) async fn fresh_leg(
         &self,
         addresses: &Addresses,
         limit: Duration,
     ) -> Result<Leg<B::Stream>, ConnectFailure> {
         let mut failure = ConnectFailure::Unreachable;
+        let until = clock::now() + limit;
         for address in addresses.iter().copied().take(ADDRESSES_MAX) {
-            match self.connect(address, limit).await {
+            match self.connect(address, until.saturating_duration_since(clock::now())).await {
                 Ok(stream) => {
                     self.meter.connected(None);
                     return Ok(Leg { stream: Rc::new(stream), address, reused: false });
@@ -59,7 +61,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
     async fn connect(&self, address: SocketAddr, limit: Duration) -> Result<B::Stream, ConnectFailure> {
         let attempt = || tokio::time::timeout(limit, B::connect(address));
         let mut result = attempt().await;
-        if matches!(&result, Ok(Err(error)) if is_out_of_descriptors(error)) {
+        if matches!(&result, Ok(Err(error)) if is_out_of_resources(error)) {
             // Connections that only wait give up their descriptors.
             self.idle.borrow_mut().clear();
             result = attempt().await;
@@ -67,7 +69,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
         match result {
             Ok(Ok(stream)) => Ok(stream),
             Err(_elapsed) => Err(ConnectFailure::TimedOut),
-            Ok(Err(error)) if is_out_of_descriptors(&error) => Err(ConnectFailure::Ours),
+            Ok(Err(error)) if is_out_of_resources(&error) => Err(ConnectFailure::Ours),
             Ok(Err(error)) => {
                 tracing::debug!(%address, %error, "connect failed");
                 Err(match error.kind() {

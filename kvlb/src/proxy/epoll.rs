@@ -16,7 +16,7 @@ use tokio::io::{Interest, Ready};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 use super::buffer::Chunk;
-use super::io::{Backend, Leaving, Listener, Stream, shut, silent};
+use super::io::{Backend, Leaving, Listener, Stream, keepalive, shut, silent};
 
 /// The back end.
 #[derive(Debug)]
@@ -41,6 +41,7 @@ impl Backend for Epoll {
     async fn connect(address: SocketAddr) -> io::Result<EpollStream> {
         let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         socket.set_nodelay(true)?;
+        SockRef::from(&socket).set_tcp_keepalive(&keepalive())?;
         socket.connect(address).await.map(EpollStream::adopt)
     }
 }

@@ -99,6 +99,9 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         self.alarm.set(None);
         self.phase.set(Phase::Decide);
         let request = Arc::new(Request { head, arrival: self.arrival, payload });
+        if survey.client_half_close {
+            self.leaving.set(Leaving::Broken);
+        }
         if passing.is_none() {
             self.received();
             if asks_for_models(&request.head)
@@ -109,9 +112,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         }
         let began = clock::now();
         let walk = Walk::new(self, self.decide(&request).await?, began);
-        if walk.terms.client_half_close {
-            self.leaving.set(Leaving::Broken);
-        }
+        self.leaving.set(if walk.terms.client_half_close { Leaving::Broken } else { Leaving::HalfClose });
         let sending = self.compose(request, passing, &walk.terms).await;
         Ok(Taken::Decided(walk, sending))
     }

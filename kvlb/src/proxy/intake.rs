@@ -39,7 +39,8 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         self.alarm.set(Some((clock::now() + self.lane().config.client_head, Limit::Head)));
         loop {
             if !chunk.is_empty()
-                && let Some((head, length)) = scan.request(chunk.bytes())?
+                && let Some((head, length)) =
+                    scan.request(chunk.bytes()).inspect_err(|_| self.learn_early(chunk.bytes()))?
             {
                 chunk.consume(length);
                 return Ok((head, chunk));

@@ -13,12 +13,24 @@ use std::net::{Shutdown, SocketAddr};
 use std::os::fd::AsFd;
 use std::str::FromStr;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use socket2::SockRef;
+use socket2::{SockRef, TcpKeepalive};
 
 use super::buffer::Chunk;
 use super::ring;
+
+/// When a silent connection is asked whether its other end is still there, and how often until it counts as gone: a host
+/// that has lost its power ends nothing, and an answer may be minutes away.
+const KEEPALIVE: Duration = Duration::from_mins(1);
+const KEEPALIVE_AGAIN: Duration = Duration::from_secs(15);
+const KEEPALIVE_PROBES: u32 = 4;
+
+/// How all connections are kept alive.
+pub(super) fn keepalive() -> TcpKeepalive {
+    TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE_AGAIN).with_retries(KEEPALIVE_PROBES)
+}
 
 /// Which back end was asked for (`--io`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

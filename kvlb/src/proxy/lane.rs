@@ -205,7 +205,7 @@ async fn accept<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>, listener: Rc<B::
             }
             Err(error) => {
                 lane.meter.accept_failed();
-                if is_out_of_descriptors(&error) {
+                if is_out_of_resources(&error) {
                     lane.idle.borrow_mut().clear();
                 }
                 tracing::debug!(%error, ?pause, "accept failed");
@@ -216,9 +216,12 @@ async fn accept<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>, listener: Rc<B::
     }
 }
 
-/// Whether an error means that the process or the machine has no file descriptor or memory left.
-pub(super) fn is_out_of_descriptors(error: &std::io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS))
+/// Whether an error means that the process or the machine has no file descriptor, port or memory left.
+pub(super) fn is_out_of_resources(error: &std::io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS | libc::EADDRNOTAVAIL)
+    )
 }
 
 /// Says twenty times a second how the thread fares. A pulse that comes late tells of something that held the thread.

@@ -35,6 +35,7 @@ mod walk;
 mod workers;
 
 use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -124,14 +125,33 @@ fn default_threads() -> usize {
     if cores >= 4 { cores - 1 } else { cores }
 }
 
-/// A quarter of the machine's memory, or 1 GiB where that cannot be told.
+/// A quarter of the memory that this process may have, or 1 GiB where that cannot be told.
 fn quarter_of_memory() -> usize {
     let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
     let pages = nix::unistd::sysconf(nix::unistd::SysconfVar::_PHYS_PAGES);
-    match (page, pages) {
-        (Ok(Some(page)), Ok(Some(pages))) => usize::try_from(page.saturating_mul(pages) / 4).unwrap_or(1 << 30),
-        _ => 1 << 30,
-    }
+    let machine = match (page, pages) {
+        (Ok(Some(page)), Ok(Some(pages))) => usize::try_from(page.saturating_mul(pages)).unwrap_or(usize::MAX),
+        _ => 4 << 30,
+    };
+    let cgroups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let ours = cgroup_limit(&cgroups, |file| std::fs::read_to_string(file).ok());
+    ours.map_or(machine, |ours| ours.min(machine)) / 4
+}
+
+/// The least memory limit of the control groups that a process is in, by its `/proc/self/cgroup`. In a container the path
+/// that stands there may be one of the host's; what the container may have stands at the root then.
+fn cgroup_limit(cgroups: &str, read: impl Fn(&Path) -> Option<String>) -> Option<usize> {
+    let limits = cgroups.lines().flat_map(|line| {
+        let (root, file) = if line.starts_with("0::") {
+            ("/sys/fs/cgroup", "memory.max")
+        } else {
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        };
+        let path = line.rsplit(':').next().unwrap_or_default().trim_start_matches('/');
+        let groups = Path::new(path).ancestors().map(|group| Path::new(root).join(group).join(file));
+        groups.filter_map(|file| read(&file)?.trim().parse().ok()).collect::<Vec<usize>>()
+    });
+    limits.min()
 }
 
 /// Names a listening socket, or a group of them with one on each data thread.
@@ -309,6 +329,8 @@ pub fn bind(address: SocketAddr, threads: usize) -> std::io::Result<Vec<TcpListe
         socket.set_reuse_address(true)?;
         socket.set_reuse_port(true)?;
         socket.set_tcp_nodelay(true)?;
+        // What is accepted from it inherits this.
+        socket.set_tcp_keepalive(&io::keepalive())?;
         if address.is_ipv6() {
             socket.set_only_v6(true)?;
         }
@@ -320,4 +342,27 @@ pub fn bind(address: SocketAddr, threads: usize) -> std::io::Result<Vec<TcpListe
         sockets.push(socket);
     }
     Ok(sockets)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_least_limit_of_a_process_s_groups_counts() {
+        let files = [
+            ("/sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("/sys/fs/cgroup/a/memory.max", "3000\n"),
+            ("/sys/fs/cgroup/memory.max", "5000\n"),
+            ("/sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes", "700\n"),
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+        ];
+        let read =
+            |file: &Path| files.iter().find(|(name, _)| Path::new(name) == file).map(|(_, text)| (*text).to_owned());
+        assert_eq!(cgroup_limit("0::/a/b\n", read), Some(3000));
+        assert_eq!(cgroup_limit("0::/of-the-host/c\n", read), Some(5000));
+        assert_eq!(cgroup_limit("12:cpu:/\n4:memory:/docker/x\n0::/none\n", read), Some(700));
+        assert_eq!(cgroup_limit("0::/a/b\n", |_| None), None);
+        assert_eq!(cgroup_limit("", read), None);
+    }
 }

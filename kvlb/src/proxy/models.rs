@@ -3,14 +3,15 @@
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::Value;
 
 use super::answer::{Heard, HeardHead};
 use super::backplane::{Backplane, Event, Request};
 use super::buffer::{Chunk, LARGE};
-use super::client::{After, Client};
-use super::exchange::End;
+use super::client::{After, Client, Stop};
+use super::exchange::{End, timed_out};
 use super::http::{AnswerHead, Framing, Head, Reply};
 use super::io::{Backend, Stream};
 use super::upload::{Parcel, Upload, send_whole};
@@ -19,6 +20,9 @@ use crate::clock;
 
 /// Bytes of one rule's list: engines with hundreds of adapters stay far below.
 const LIST_MAX: usize = 4 << 20;
+
+/// How long an engine may take for its list where its rule does not say.
+const LIST_LIMIT: Duration = if cfg!(test) { Duration::from_millis(300) } else { Duration::from_secs(10) };
 
 /// What one rule says.
 enum List {
@@ -42,6 +46,10 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             match fetched {
                 Ok(List::Models(list)) => lists.push(list),
                 Ok(List::Other(reply)) | Err(End::Reply(reply)) => other = other.or(Some(reply)),
+                // The others still have theirs to say.
+                Err(End::Stopped(Stop::TimedOut(limit))) if limit.is_for_endpoint() => {
+                    other = other.or_else(|| Some(timed_out(limit)));
+                }
                 Err(end) => return Err(end),
             }
         }
@@ -61,6 +69,9 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         forward.read_here = true;
         let mut bytes = Vec::new();
         head.write_for_endpoint(&mut bytes, &forward);
+        // A rule may set no limits, but the other rules' models wait for this one's.
+        self.terms.limits.first_byte.get_or_insert(LIST_LIMIT);
+        self.terms.limits.idle.get_or_insert(LIST_LIMIT);
         let (leg, target) = self.reach(&mut Vec::new(), None, false).await?;
         let mut parcel = Parcel::new(&bytes, Chunk::none(), None);
         parcel.direct(&target.request_fields);

@@ -57,6 +57,8 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 match self.client.watch(upload.as_deref_mut(), self.client.stream.write_all(piece)).await {
                     Ok((Ok(()), back)) => piece = back,
                     Ok((Err(_gone), _piece)) => break Broken::Stopped(Stop::Left),
+                    // It is the client that does not take it.
+                    Err(Stop::TimedOut(_)) => break Broken::Reader,
                     Err(stop) => break Broken::Stopped(stop),
                 }
             }
@@ -128,7 +130,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             Broken::Stopped(Stop::TimedOut(limit)) if limit.is_for_endpoint() => {
                 self.report(Event::TimedOut { position, status: None });
             }
-            Broken::Stopped(_) => self.report(Event::CutOff { position: Some(position) }),
+            Broken::Stopped(_) | Broken::Reader => self.report(Event::CutOff { position: Some(position) }),
             Broken::Endpoint => self.report(Event::BrokeOff { position }),
         }
         End::BrokenOff { reset: !flow.body.is_delimited() }
@@ -139,6 +141,8 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 #[derive(Clone, Copy)]
 enum Broken {
     Stopped(Stop),
+    /// The client has taken nothing for too long.
+    Reader,
     /// The endpoint's connection ended, or its chunks are none.
     Endpoint,
 }

@@ -26,7 +26,7 @@ use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, Type};
 use tokio_uring::{InFlightOneshot, OneshotOutputTransform, UnsubmittedOneshot};
 
 use super::buffer::Chunk;
-use super::io::{Backend, Leaving, Listener, Stream, shut, silent};
+use super::io::{Backend, Leaving, Listener, Stream, keepalive, shut, silent};
 
 /// Submission queue entries of one thread's ring. A full queue is flushed early; the completion queue has twice as many
 /// and the kernel keeps what does not fit.
@@ -77,6 +77,7 @@ impl Backend for Uring {
     async fn connect(address: SocketAddr) -> io::Result<UringStream> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
         socket.set_tcp_nodelay(true)?;
+        socket.set_tcp_keepalive(&keepalive())?;
         let stream = UringStream::new(socket.into());
         let target = Box::new(SockAddr::from(address));
         let entry = opcode::Connect::new(fd(&*stream.socket), target.as_ptr().cast(), target.len()).build();

@@ -19,8 +19,13 @@ use crate::clock;
 
 /// Times a request is sent at most, whatever the reasons.
 const SENDS_MAX: u32 = 3;
-/// How long endpoints that cannot be reached may be tried one after the other.
+/// A reused connection that ends this soon had been closed by the endpoint before the request came; one that ends later may
+/// have had its request worked on.
+const STALE_WITHIN: Duration = Duration::from_secs(1);
+/// How long endpoints that cannot be reached may be tried one after the other, once some have been.
 const CONNECTING_MAX: Duration = Duration::from_secs(10);
+/// Endpoints that are tried however long each of them takes: the first may swallow what is sent to it for all its time.
+const CONNECTS_LEAST: u32 = 3;
 
 /// A decided request on its way to an answer.
 pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
@@ -206,6 +211,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         may_hold: bool,
         busy: &mut Option<Box<Held<B, P>>>,
     ) -> Result<Try<B, P>, End> {
+        let began = clock::now();
         parcel.direct(&target.request_fields);
         let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
         let mut upload = Upload::new(send, self.then());
@@ -224,7 +230,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 *busy = None;
                 self.answered(held, upload).await.map(Try::Walked)
             }
-            Heard::Silence if leg.reused => {
+            Heard::Silence if leg.reused && clock::now() < began + STALE_WITHIN => {
                 leg.stream.abort();
                 match upload.into_parcel().await {
                     Some(parcel) => Ok(Try::Stale(parcel, target)),
@@ -290,11 +296,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.client.phase.set(Phase::Connect);
         self.arm(None, Limit::Total);
         let began = clock::now();
-        let mut failed = false;
+        let (mut failed, mut ours) = (0, false);
         loop {
             let next = next.take().or_else(|| self.choose(tried));
-            let Some(target) = next else { return Err(nobody(failed).into()) };
-            if failed {
+            let Some(target) = next else { return Err(nobody(failed, ours).into()) };
+            if failed > 0 {
                 self.client.lane().meter.retried(Retry::Connect);
             }
             if reuse && let Some(leg) = self.client.lane().waiting_leg(&target.addresses, began) {
@@ -306,14 +312,16 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Err(failure) => failure,
             };
             if failure == ConnectFailure::Ours {
+                // Ports run out for one endpoint, and may be there for another.
                 self.pass_over(Event::Unasked { position: target.position });
-                return Err(out_of_resources().into());
+                ours = true;
+            } else {
+                self.pass_over(Event::ConnectFailed { position: target.position, failure });
             }
-            self.pass_over(Event::ConnectFailed { position: target.position, failure });
             tried.push(target.position);
-            failed = true;
-            if clock::now() > began + CONNECTING_MAX {
-                return Err(nobody(failed).into());
+            failed += 1;
+            if failed >= CONNECTS_LEAST && clock::now() > began + CONNECTING_MAX {
+                return Err(nobody(failed, ours).into());
             }
         }
     }
@@ -331,14 +339,13 @@ fn fall_back<B: Backend, P: Backplane>(busy: Option<Box<Held<B, P>>>, reply: Rep
     busy.map(Walked::Answer).ok_or_else(|| reply.into())
 }
 
-fn nobody(failed: bool) -> Reply {
-    if failed {
+/// After so many failures to connect, some of them perhaps by a lack of ours.
+fn nobody(failed: u32, ours: bool) -> Reply {
+    if ours {
+        Reply::error(503, "out_of_resources", "the proxy has no file descriptor, port or memory left")
+    } else if failed > 0 {
         Reply::error(502, "backend_unreachable", "no endpoint of the rule could be reached")
     } else {
         Reply::error(503, "no_healthy_backend", "the rule has no endpoint that may be asked")
     }
-}
-
-fn out_of_resources() -> Reply {
-    Reply::error(503, "out_of_resources", "the proxy has no file descriptor left")
 }

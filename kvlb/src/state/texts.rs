@@ -19,6 +19,9 @@ use crate::tokenize::{Link, Memory, Shape};
 /// one takes less than a millisecond.
 const SHARDS: usize = 256;
 
+/// Bytes of a shard, at least: each of its two generations must have room for many parts, which have some KiB.
+const SHARD_BYTES: usize = 128 << 10;
+
 /// Shapes of chats are few, and large where they have tools in them.
 const SHAPE_SHARDS: usize = 16;
 
@@ -134,7 +137,9 @@ struct Shards<T> {
 }
 
 impl<T: Kept> Shards<T> {
-    fn new(shards: usize, bytes_max: usize) -> Self {
+    /// With at most `most` shards.
+    fn new(most: usize, bytes_max: usize) -> Self {
+        let shards = (bytes_max / SHARD_BYTES).clamp(1, most);
         let generation_bytes = bytes_max / shards / 2;
         Self { generation_bytes, shards: (0..shards).map(|_| Mutex::default()).collect() }
     }

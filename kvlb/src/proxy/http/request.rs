@@ -125,6 +125,8 @@ impl Head {
     /// The target in origin form: what of it follows the authority.
     pub fn origin_target(&self) -> &str {
         match authority_and_path(self.target()) {
+            // RFC 9112 §3.2.4: a server as a whole is asked for by its authority alone.
+            Some((_, "")) if self.method() == "OPTIONS" => "*",
             Some((_, "")) => "/",
             Some((_, path)) => path,
             None => self.target(),
@@ -273,11 +275,12 @@ pub(in crate::proxy) struct Forward<'a> {
     pub(in crate::proxy) read_here: bool,
 }
 
-/// Authority and the rest of a target in absolute form.
+/// Authority and the rest of a target in absolute form, of a scheme that is spoken here.
 fn authority_and_path(target: &str) -> Option<(&str, &str)> {
-    let scheme =
-        target.find("://").filter(|colon| target[..*colon].bytes().all(|byte| byte.is_ascii_alphanumeric()))?;
-    let rest = &target[scheme + 3..];
+    let (scheme, rest) = target.split_once("://")?;
+    if !(scheme.eq_ignore_ascii_case("http") || scheme.eq_ignore_ascii_case("https")) {
+        return None;
+    }
     let end = rest.find(['/', '?']).unwrap_or(rest.len());
     Some((&rest[..end], &rest[end..]))
 }
@@ -385,7 +388,7 @@ fn head(
 /// Origin form, absolute form with an authority, or the asterisk of `OPTIONS`.
 fn target_is_sound(method: &str, target: &str) -> bool {
     match authority_and_path(target) {
-        Some((authority, _)) => !authority.is_empty() && !authority.contains('@'),
+        Some((authority, _)) => !authority.is_empty() && is_authority(authority.as_bytes()),
         None => target.starts_with('/') || (target == "*" && method == "OPTIONS"),
     }
 }
@@ -394,9 +397,18 @@ fn check_host(fields: Fields<'_>, http_1_0: bool) -> Result<(), Refusal> {
     let mut hosts = fields.of_kind(Kind::Host);
     match (hosts.next(), hosts.next()) {
         (None, _) if http_1_0 => Ok(()),
-        (Some(host), None) if host.iter().all(|byte| byte.is_ascii_graphic() && !b",/@".contains(byte)) => Ok(()),
+        (Some(host), None) if is_authority(host) => Ok(()),
         _ => Err(Refusal::Host),
     }
+}
+
+/// Whether this may stand in `Host`, where nothing may stand too: a host and a port, of characters that no URL gives
+/// another meaning.
+fn is_authority(bytes: &[u8]) -> bool {
+    let brackets = bytes.iter().filter(|byte| b"[]".contains(byte)).count();
+    let bracketed = bytes.first() == Some(&b'[') && bytes.contains(&b']') && brackets == 2;
+    bytes.iter().all(|byte| byte.is_ascii_graphic() && !b",/@#?\\\"<>^`{|}".contains(byte))
+        && (brackets == 0 || bracketed)
 }
 
 /// An offer of HTTP/2 over clear text is passed over, as RFC 9110 §7.8 allows: clients that make it (Java's does by
@@ -548,6 +560,11 @@ mod tests {
             ("GET * HTTP/1.1", Refusal::Syntax),
             ("GET http:///x HTTP/1.1", Refusal::Syntax),
             ("GET http://user@host/ HTTP/1.1", Refusal::Syntax),
+            ("GET ://other/ HTTP/1.1", Refusal::Syntax),
+            ("GET ftp://other/ HTTP/1.1", Refusal::Syntax),
+            ("GET http://a,b/ HTTP/1.1", Refusal::Syntax),
+            ("GET http://a#b/ HTTP/1.1", Refusal::Syntax),
+            ("GET http://[::1/ HTTP/1.1", Refusal::Syntax),
             ("CONNECT a:443 HTTP/1.1", Refusal::Connect),
             ("G@T / HTTP/1.1", Refusal::Syntax),
             ("\x16\x03\x01\x02\x00\x01", Refusal::Syntax),
@@ -602,6 +619,9 @@ mod tests {
         let out = forwarded("GET http://other.test:81/p?x HTTP/1.1\r\nHost: ignored\r\n\r\n", Framing::None);
         assert!(out.starts_with("GET /p?x HTTP/1.1\r\nhost: other.test:81\r\n"), "{out}");
         assert!(!out.contains("ignored"));
+        assert_eq!(whole("GET HTTP://[::1]:80/p HTTP/1.1\r\nHost: x\r\n\r\n").host(), Some("[::1]:80"));
+        let out = forwarded("OPTIONS http://other.test:81 HTTP/1.1\r\nHost: ignored\r\n\r\n", Framing::None);
+        assert!(out.starts_with("OPTIONS * HTTP/1.1\r\nhost: other.test:81\r\n"), "{out}");
     }
 
     #[test]

@@ -19,6 +19,7 @@ on_both_back_ends![
     leaving_while_a_body_goes_through_is_passed_on_at_once,
     leaving_during_a_decision_or_a_connect_ends_them,
     a_fin_behind_a_request_counts_as_leaving_unless_the_rule_says_otherwise,
+    a_fin_while_a_decision_is_made_is_no_leaving_where_a_rule_says_so,
     leaving_with_a_pipelined_request_unread_is_seen,
     load_never_drifts_however_clients_leave,
 ];
@@ -185,6 +186,25 @@ fn a_fin_behind_a_request_counts_as_leaving_unless_the_rule_says_otherwise(io: I
     std::thread::sleep(Duration::from_millis(50));
     socket2::SockRef::from(&client.stream).set_linger(Some(Duration::ZERO)).unwrap();
     passed_on(client.leave(), &told);
+    rig.settled();
+}
+
+fn a_fin_while_a_decision_is_made_is_no_leaving_where_a_rule_says_so(io: Io) {
+    let endpoint = Endpoint::answering(b"fine");
+    let rig = Rig::with(io, &[endpoint.address], |config| config.decision_budget = Duration::from_secs(5));
+    rig.fake.half_close.store(true, Ordering::SeqCst);
+    rig.fake.heavy.store(true, Ordering::SeqCst);
+    *rig.fake.decision_takes.lock() = Duration::from_millis(100);
+    let mut client = rig.client();
+    client.send(&post(b"{}"));
+    client.finish();
+    assert_eq!(client.answer().body, b"fine");
+    rig.fake.half_close.store(false, Ordering::SeqCst);
+    let mut client = rig.client();
+    client.send(&post(b"{}"));
+    client.finish();
+    assert_eq!(client.rest(), b"");
+    eventually("it is counted", || rig.counts.get("left decide") == 1);
     rig.settled();
 }
 

@@ -172,6 +172,10 @@ fn an_answer_without_body_needs_none(io: Io) {
     client.send(b"HEAD /nobody HTTP/1.1\r\nHost: a\r\n\r\n");
     assert!(client.head().unwrap().starts_with("HTTP/1.1 404 Not Found\r\n"));
     assert_eq!(client.ends_within(Duration::from_secs(1)), Some(Ended::Cleanly), "no body follows the head");
+    let mut client = rig.client();
+    client.send(b"HEAD / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n");
+    let refused = String::from_utf8(client.rest()).unwrap();
+    assert!(refused.starts_with("HTTP/1.1 400 ") && refused.ends_with("\r\n\r\n"), "{refused}");
     assert_eq!(endpoint.connections(), 1);
 }
 
@@ -309,6 +313,11 @@ fn the_list_of_models_is_joined_from_all_rules(io: Io) {
     *rig.fake.rules_with_models.lock() = vec![0, 1];
     let answer = client.ask(&get("/v1/models"));
     assert_eq!((answer.status(), &answer.body[..]), (401, &b"{\"error\":\"no key\"}"[..]));
+    // One that says nothing does not keep the others' models back, even where its rule sets no limits.
+    let silent = Endpoint::start(|wire, _| drop(wire.rest()));
+    *rig.fake.endpoints.lock() = vec![silent.address, third.address];
+    let answer = client.ask(ask);
+    assert_eq!((answer.status(), &answer.body[..]), (200, &b"{\"object\":\"list\",\"data\":[{\"id\":\"c\"}]}"[..]));
     *rig.fake.endpoints.lock() = vec![Endpoint::refusing()];
     *rig.fake.rules_with_models.lock() = vec![0];
     assert_eq!(client.ask(&get("/v1/models/")).own_code(), "backend_unreachable");

@@ -1,5 +1,6 @@
 //! Endpoints that fail, and what is sent twice.
 
+use std::io::Write as _;
 use std::net::TcpListener;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -19,6 +20,8 @@ on_both_back_ends![
     every_other_status_passes_at_once,
     each_limit_has_its_code,
     limits_cut_an_answer_that_stands_still,
+    a_reader_that_stands_still_is_not_its_endpoint_s_fault,
+    a_reused_connection_that_dies_late_is_not_asked_again,
     a_panic_costs_one_connection,
     heavy_decisions_leave_the_data_thread_alone,
     others_are_served_while_every_decision_thread_is_busy,
@@ -270,6 +273,41 @@ fn limits_cut_an_answer_that_stands_still(io: Io) {
             start.elapsed()
         );
     }
+    rig.settled();
+}
+
+fn a_reader_that_stands_still_is_not_its_endpoint_s_fault(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        wire.request().unwrap();
+        drop(wire.stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 100000000\r\n\r\n"));
+        // Until the proxy has had enough.
+        while wire.stream.write_all(&[b'x'; 10_000]).is_ok() {}
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    rig.fake.limits.lock().idle = Some(Duration::from_millis(100));
+    let mut client = rig.client();
+    client.send(&post(b"{}"));
+    eventually("the request is over", || !rig.fake.told.lock().is_empty());
+    let told = rig.fake.told.lock()[0].events.clone();
+    assert_eq!(told.last(), Some(&Event::CutOff { position: Some(0) }), "{told:?}");
+    rig.settled();
+}
+
+fn a_reused_connection_that_dies_late_is_not_asked_again(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        wire.request().unwrap();
+        wire.send(&ok(b"first"));
+        wire.request();
+        // It has worked on this one.
+        std::thread::sleep(Duration::from_millis(1300));
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    assert_eq!(client.ask(&post(b"{}")).body, b"first");
+    let answer = client.ask(&post(b"{}"));
+    assert_eq!((answer.status(), answer.own_code().as_str()), (502, "backend_died"));
+    assert_eq!((rig.counts.get("reused"), endpoint.connections()), (1, 1));
+    drop(client);
     rig.settled();
 }
 

@@ -166,7 +166,11 @@ impl Backplane for FakePlane {
         if head.path() == "/nobody" {
             return Err(Reply::error(404, "model_not_found", "nobody serves this"));
         }
-        Ok(Survey { inspect: *self.0.inspect.lock(), body_limit: self.0.limits.lock().request_body })
+        Ok(Survey {
+            inspect: *self.0.inspect.lock(),
+            body_limit: self.0.limits.lock().request_body,
+            client_half_close: self.0.half_close.load(Ordering::SeqCst),
+        })
     }
 
     fn is_heavy(&self, request: &Request) -> bool {

@@ -1,11 +1,13 @@
 //! What the proxy asks of the rest of kvlb: which rule, which endpoint, and what to count.
 
 use std::borrow::Cow;
+use std::hash::Hash as _;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use prometheus::Histogram;
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::clock;
 use crate::contract::{Extra, TokenId};
@@ -15,6 +17,7 @@ use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen, Usage,
 };
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
+use crate::state::breaker::Cause;
 use crate::state::{Expectation, InFlight, Onlooker, Service, State, Table, Unserved, ledger};
 use crate::tokenize::{self, Tokenizer};
 
@@ -338,7 +341,8 @@ impl Call for Errand {
         self.choose.observe(clock::now().saturating_duration_since(start).as_secs_f64());
         // What the last try was to bring will not come.
         self.expectations.clear();
-        let target = decision.endpoint.and_then(|position| self.target(position, &decision));
+        let (decision, is_trial) = self.admitted(decision, view, tried);
+        let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial));
         if let Some(position) = decision.endpoint {
             self.expect(position, decision.depth);
         }
@@ -355,6 +359,7 @@ impl Call for Errand {
             Event::ConnectFailed { position, failure } => {
                 let endpoint = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
                 tracing::debug!(endpoint, cause = failure.label(), "endpoint did not take the connection");
+                self.failed(position, Cause::Connect, 0);
             }
             Event::Answered { position, status, waited } => {
                 // An endpoint that was too busy answers after all when nobody else does.
@@ -366,6 +371,7 @@ impl Call for Errand {
                 let tier = self.decision.as_ref().map_or(Tier::Selector, |decision| decision.tier);
                 self.state.metrics.first_byte_seconds.with_label_values(&[tier.label()]).observe(waited.as_secs_f64());
                 self.count_class(status);
+                self.judge(position, status);
                 match status {
                     200 if self.shape.streams => self.answered(),
                     200 => {}
@@ -391,9 +397,12 @@ impl Call for Errand {
                     "request finished"
                 );
             }
-            Event::Replied { status, .. }
-            | Event::Died { status, .. }
-            | Event::TimedOut { status: Some(status), .. } => {
+            Event::Died { position, status } | Event::TimedOut { position, status: Some(status) } => {
+                self.failed(position, Cause::Answer, status);
+                self.count_class(status);
+                self.settle();
+            }
+            Event::Replied { status, .. } => {
                 self.count_class(status);
                 self.settle();
             }
@@ -424,9 +433,78 @@ impl Errand {
         self.expectations.drain(..).for_each(|expectation| expectation.answered(now));
     }
 
-    fn target(&self, position: usize, decision: &Decision) -> Option<Target<InFlight>> {
+    /// A choice with a place for a trial, where its endpoint's breaker gives out such: else another choice, if there is one.
+    fn admitted(&self, decision: Decision, view: &dyn View, tried: &[usize]) -> (Decision, bool) {
+        let Some(endpoint) = decision.endpoint.and_then(|position| self.service.endpoints.get(position)) else {
+            return (decision, false);
+        };
+        if let Some(is_trial) = endpoint.meters.breaker.admit(clock::now) {
+            return (decision, is_trial);
+        }
+        let passed_over: Vec<usize> = tried.iter().copied().chain(decision.endpoint).collect();
+        let other = router::route(&self.service.ready, &self.named, view, Some(self.client), &passed_over);
+        (if other.endpoint.is_some() { other } else { decision }, false)
+    }
+
+    /// Holds an answer's status for or against its endpoint. Statuses by which an engine says that it does not serve this
+    /// request, or not now, are neither.
+    fn judge(&self, position: usize, status: u16) {
+        match status {
+            429 | 501 | 503 => {}
+            500.. => self.failed(position, Cause::Answer, status),
+            _ => {
+                if let Some(endpoint) = self.service.endpoints.get(position)
+                    && endpoint.meters.breaker.succeeded(clock::now).is_some()
+                {
+                    tracing::info!(
+                        endpoint = format!("{}/{}", self.service.rule().id, endpoint.spec.key),
+                        "the endpoint answers again: its breaker is closed"
+                    );
+                    self.state.conditions_changed();
+                }
+            }
+        }
+    }
+
+    /// Holds a failure against an endpoint, with the status that the client gets; 0 where another endpoint is tried.
+    fn failed(&self, position: usize, cause: Cause, status: u16) {
+        let (Some(rule), Some(endpoint)) = (&self.service.rule().breaker, self.service.endpoints.get(position)) else {
+            return;
+        };
+        let now = clock::now();
+        if cause == Cause::Answer
+            && let Some(request) = self.fingerprint()
+            && !self.service.failures.is_the_endpoint_s(request, status, position, now)
+        {
+            return;
+        }
+        if endpoint.meters.breaker.failed(cause, rule, now).is_none() {
+            return;
+        }
+        let (service, ep_idx) = (self.service.rule().id.to_string(), position.to_string());
+        self.state.metrics.breaker_opened.with_label_values(&[&service, &ep_idx, cause.label()]).inc();
+        tracing::warn!(
+            endpoint = format!("{service}/{}", endpoint.spec.key),
+            cause = cause.label(),
+            seconds = rule.open.as_secs(),
+            "the endpoint fails again and again: its breaker is open, it gets no traffic for a while"
+        );
+        self.state.conditions_changed();
+    }
+
+    /// A number that is the same for requests with the same prompts; `None` where they have no names.
+    fn fingerprint(&self) -> Option<u64> {
+        let mut hash = Xxh3::new();
+        for prompt in &self.named.as_ref().ok()?.prompts {
+            prompt.names.first()?.last()?.hash(&mut hash);
+        }
+        Some(hash.digest())
+    }
+
+    fn target(&self, position: usize, decision: &Decision, is_trial: bool) -> Option<Target<InFlight>> {
         let endpoint = self.service.endpoints.get(position)?;
         let guard = endpoint.meters.enter(self.shape.weight, self.service.next_choice());
+        let guard = if is_trial { guard.as_trial() } else { guard };
         let fields =
             if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
         let addresses = Addresses(endpoint.addresses());

@@ -118,7 +118,7 @@ fn state_of(condition: Condition) -> EndpointState {
         Condition { admin: Admin::Down, .. } => EndpointState::AdminDown,
         Condition { admin: Admin::Draining, .. } => EndpointState::Draining,
         Condition { probe: Probe::Down, .. } => EndpointState::ProbeDown,
-        Condition { breaker: Breaker::Open, .. } => EndpointState::BreakerOpen,
+        Condition { breaker: Breaker::Open | Breaker::HalfOpen, .. } => EndpointState::BreakerOpen,
         Condition { probe: Probe::Unknown, .. } => EndpointState::Unknown,
         Condition { probe: Probe::Up, .. } => EndpointState::Up,
     }

@@ -263,6 +263,15 @@ struct StoredFlags {
     sse_mode: Option<bool>,
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     cb_enable: Option<bool>,
+    /// Failed connects in a row that open an endpoint's breaker; 0: none
+    #[arg(long, value_name = "N")]
+    cb_connect_failures: Option<i64>,
+    /// Failed answers in a row that open it; 0: none
+    #[arg(long, value_name = "N")]
+    cb_answer_failures: Option<i64>,
+    /// How long it stays open before three requests try
+    #[arg(long, value_name = "SECONDS")]
+    cb_open: Option<i64>,
     #[arg(long, value_name = "SECONDS")]
     backend_keepalive_interval: Option<i64>,
 }
@@ -400,6 +409,9 @@ impl StoredFlags {
         f.set("pdBootstrapPort", self.pd_bootstrap_port);
         f.set("sse_mode", self.sse_mode);
         f.set("cb_enable", self.cb_enable);
+        f.set("cb_connect_failures", self.cb_connect_failures);
+        f.set("cb_answer_failures", self.cb_answer_failures);
+        f.set("cb_open_sec", self.cb_open);
         f.set("backend_keepalive_interval_sec", self.backend_keepalive_interval);
     }
 }

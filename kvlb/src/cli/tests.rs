@@ -56,7 +56,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         --max-inspect-bytes=5 --client-half-close=allow --inatimeout=9 --connect-timeout=8 --first-byte-timeout=7 \
         --max-stream-duration=6 --backend-protocol=http1 --kv-warmup=1 --nixl-port=1,2 --pd-cache-aware \
         --pd-session-ttl=1 --pd-cache-threshold=1 --pd-balance-abs-threshold=1 --pd-bootstrap-port=1 --sse-mode \
-        --cb-enable --backend-keepalive-interval=1";
+        --cb-enable --cb-connect-failures=4 --cb-answer-failures=0 --cb-open=5 --backend-keepalive-interval=1";
     let body = bodies(line).unwrap().remove(0);
     let service: Value = serde_json::from_str(
         r#"{"externalIP": "127.0.0.9", "port": 80, "portMax": 90, "protocol": "tcp", "sel": 4, "mode": 4,
@@ -69,7 +69,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         "inactiveTimeOut": 9, "timeoutMemberConnect": 8, "timeoutFirstByte": 7, "max_stream_duration_sec": 6,
         "backend_protocol": "http1", "kvWarmupSec": 1, "pd_cache_aware_mode": true, "pd_session_ttl_sec": 1,
         "pd_cache_threshold": 1, "pd_balance_abs_threshold": 1, "pdBootstrapPort": 1, "sse_mode": true,
-        "cb_enable": true, "backend_keepalive_interval_sec": 1}"#,
+        "cb_enable": true, "cb_connect_failures": 4, "cb_answer_failures": 0, "cb_open_sec": 5, "backend_keepalive_interval_sec": 1}"#,
     )
     .unwrap();
     assert_eq!(body["serviceArguments"], service);

@@ -86,7 +86,7 @@ pub(super) const NOT_SERVED: [(&str, &str); 8] = [
     ("LLB_KV_LOADGUARD", "the load bound of LOXILB_KV_LB_MODE=hard does its work"),
     ("LLB_PD_MAX_INFLIGHT_PER_EP", "admission control is not served"),
     ("LLB_PD_MAX_PARK_SEC", "admission control is not served"),
-    ("LLB_PD_ORIGIN_ERR_THRESHOLD", "there is no circuit breaker yet"),
+    ("LLB_PD_ORIGIN_ERR_THRESHOLD", "use cb_answer_failures of the rule"),
     ("LOXILB_AI_CTRL_ADDR", "the AI controller is not served"),
 ];
 

@@ -32,6 +32,8 @@ pub enum Breaker {
     /// Traffic flows.
     #[default]
     Closed,
+    /// It has been open for long enough: a few requests are let through to see.
+    HalfOpen,
     /// Too many failures in a row: no traffic for a while.
     Open,
 }
@@ -50,7 +52,12 @@ pub struct Condition {
 impl Condition {
     /// Whether a new request may be sent there.
     pub fn eligible(self) -> bool {
-        self.probe != Probe::Down && self.admin == Admin::Up && self.breaker == Breaker::Closed
+        self.in_service() && self.breaker != Breaker::Open
+    }
+
+    /// Whether a new request may be sent there as far as probe and operator are concerned.
+    pub fn in_service(self) -> bool {
+        self.probe != Probe::Down && self.admin == Admin::Up
     }
 
     /// The word that `get lb` and `get ep` show.
@@ -60,6 +67,7 @@ impl Condition {
             Self { admin: Admin::Draining, .. } => "draining",
             Self { probe: Probe::Down, .. } => "inactive",
             Self { breaker: Breaker::Open, .. } => "breaker-open",
+            Self { breaker: Breaker::HalfOpen, .. } => "half-open",
             Self { probe: Probe::Unknown, .. } => "-",
             Self { probe: Probe::Up, .. } => "active",
         }
@@ -85,5 +93,8 @@ mod tests {
         let open = Condition { probe: Probe::Up, breaker: Breaker::Open, ..Condition::default() };
         assert!(!open.eligible());
         assert_eq!(open.label(), "breaker-open");
+        let trying = Condition { breaker: Breaker::HalfOpen, ..open };
+        assert!(trying.eligible() && open.in_service());
+        assert_eq!(trying.label(), "half-open");
     }
 }

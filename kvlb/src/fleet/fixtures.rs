@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use super::{
-    Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor, PortRange, Role, Rule, RuleId,
-    RuleKey, Score, Selector, TierWeights,
+    BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor, PortRange, Role,
+    Rule, RuleId, RuleKey, Score, Selector, TierWeights,
 };
 use crate::contract::{BlockSize, HashAlgo};
 
@@ -47,6 +47,7 @@ pub(crate) fn rule() -> Rule {
         forwarded_headers: true,
         client_half_close: false,
         limits: Limits::default(),
+        breaker: Some(BreakerRule::default()),
         admin_down: false,
     }
 }

@@ -90,6 +90,8 @@ pub struct Rule {
     pub client_half_close: bool,
     /// Time limits of the proxy.
     pub limits: Limits,
+    /// When endpoints that fail get no traffic for a while (`cb_enable`); `None`: never.
+    pub breaker: Option<BreakerRule>,
     /// Set by the operator: the rule takes no traffic (`adminStateUp: false`).
     pub admin_down: bool,
 }
@@ -108,6 +110,25 @@ impl Rule {
     /// The replay port that is set for `endpoint`: its own, else the rule's; `None`: as far above its event port as usual.
     pub fn replay_port(&self, endpoint: &Endpoint) -> Option<u16> {
         endpoint.replay_port.or_else(|| self.kv.replay_port.filter(|_| endpoint.zmq_port.is_none()))
+    }
+}
+
+/// When the breaker of an endpoint opens, and for how long.
+///
+/// Source of the defaults: LoxiLB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BreakerRule {
+    /// Failed connects in a row; 0: they do not open it.
+    pub connects: u32,
+    /// Answers in a row that say that the server failed, or none at all; 0: they do not open it.
+    pub answers: u32,
+    /// How long it stays open before a few requests try.
+    pub open: Duration,
+}
+
+impl Default for BreakerRule {
+    fn default() -> Self {
+        Self { connects: 5, answers: 3, open: Duration::from_secs(30) }
     }
 }
 

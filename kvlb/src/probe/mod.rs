@@ -15,6 +15,7 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
+use crate::clock;
 use crate::fleet::{EndpointKey, Monitor, Probe, ProbeKind};
 use crate::ingest;
 use crate::state::{ListedModel, Meters, State};
@@ -85,6 +86,9 @@ async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
             tracing::debug!(endpoint = %target.label, "no descriptor or memory for a probe");
             sleep(target.monitor.interval).await;
             continue;
+        }
+        if result.is_ok() {
+            target.meters.breaker.reached(clock::now());
         }
         let cause = result.as_ref().err().map_or_else(String::new, ToString::to_string);
         if let Some(verdict) = streak.add(result.is_ok())

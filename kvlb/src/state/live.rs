@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use serde_json::Value;
 
-use crate::fleet::{Admin, Breaker, Condition, EngineFacts, Probe};
+use super::breaker::Breaker;
+use crate::clock;
+use crate::fleet::{Admin, Condition, EngineFacts, Probe};
 
 /// The number of one endpoint of one rule, unique in the life of the process: it survives changes of the rule, and a
 /// removed endpoint's number is never given to another.
@@ -40,6 +42,8 @@ pub struct Meters {
     addresses: ArcSwap<Vec<SocketAddr>>,
     models: ArcSwap<Vec<ListedModel>>,
     facts: ArcSwapOption<EngineFacts>,
+    /// What the proxy has seen of it of late.
+    pub breaker: Breaker,
 }
 
 impl Meters {
@@ -55,6 +59,7 @@ impl Meters {
             addresses: ArcSwap::default(),
             models: ArcSwap::default(),
             facts: ArcSwapOption::empty(),
+            breaker: Breaker::new(clock::now()),
         }
     }
 
@@ -83,7 +88,7 @@ impl Meters {
         self.load.fetch_add(weight, Ordering::Relaxed);
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.last_chosen.store(turn, Ordering::Relaxed);
-        InFlight { meters: Arc::clone(self), weight }
+        InFlight { meters: Arc::clone(self), weight, trial: false }
     }
 
     /// When it was last chosen, as the rule's turn number.
@@ -108,8 +113,7 @@ impl Meters {
 
     /// The endpoint's condition, given what the rule says of it.
     pub fn condition(&self, admin: Admin) -> Condition {
-        // Nothing opens a breaker yet.
-        Condition { probe: self.probe(), admin, breaker: Breaker::Closed }
+        Condition { probe: self.probe(), admin, breaker: self.breaker.word(clock::now) }
     }
 
     /// Where to connect; empty while the name has not been resolved.
@@ -150,10 +154,23 @@ impl Meters {
 pub struct InFlight {
     meters: Arc<Meters>,
     weight: u32,
+    trial: bool,
+}
+
+impl InFlight {
+    /// The request has one of the places for trials that the endpoint's breaker gives, until it ends.
+    #[must_use]
+    pub fn as_trial(mut self) -> Self {
+        self.trial = true;
+        self
+    }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
+        if self.trial {
+            self.meters.breaker.dismiss();
+        }
         let before = self.meters.load.fetch_sub(self.weight, Ordering::Relaxed);
         debug_assert!(before >= self.weight, "load went below zero");
     }

@@ -3,6 +3,7 @@
 //! Every lock and atomic of kvlb lives here. Readers take a snapshot of the [`Table`] and keep it for one request;
 //! writers publish a new one. Locks are held for a look-up or an update in memory, never across I/O.
 
+pub mod breaker;
 mod expect;
 pub mod index;
 pub mod kv;
@@ -38,6 +39,7 @@ use crate::fleet::{ExactMode, Rule};
 use crate::policy::Settings;
 use crate::router;
 use crate::telemetry::Metrics;
+use breaker::Failures;
 use reach::Reach;
 
 /// What of the process's configuration the services are made with.
@@ -220,6 +222,8 @@ impl State {
             expectations,
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
             choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
+            failures: Failures::default(),
+            breakers_ignored: AtomicU64::new(0),
             retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
         }
     }

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::breaker::Failures;
 use super::expect::Expectations;
 use super::index::Index;
 use super::kv::EndpointKv;
@@ -36,6 +37,10 @@ pub struct Service {
     pub index: Arc<Index>,
     /// How many of the rule's requests may be sent once more.
     pub retries: Arc<RetryBudget>,
+    /// Requests that failed of late.
+    pub failures: Failures,
+    /// Choices for which open breakers were passed over, since the last scrape.
+    pub(super) breakers_ignored: AtomicU64,
     /// Blocks that requests under way bring to their endpoints.
     pub expectations: Arc<Expectations>,
     pub(super) turns: Arc<AtomicU64>,
@@ -148,6 +153,21 @@ impl Service {
         self.turns.fetch_add(1, Ordering::Relaxed)
     }
 
+    /// Whether breakers would take out more than half of the endpoints that their probes find well: then they tell of
+    /// something that all have in common, and what is left must not bear it alone.
+    fn breakers_are_ignored(&self) -> bool {
+        let (mut well, mut open) = (0, 0);
+        for condition in self.endpoints.iter().map(Endpoint::condition).filter(|condition| condition.in_service()) {
+            well += 1;
+            open += usize::from(condition.breaker == fleet::Breaker::Open);
+        }
+        let ignored = open * 2 > well;
+        if ignored {
+            self.breakers_ignored.fetch_add(1, Ordering::Relaxed);
+        }
+        ignored
+    }
+
     /// The next number of a choice, hit or miss.
     pub fn next_choice(&self) -> u64 {
         self.choices.fetch_add(1, Ordering::Relaxed) + 1
@@ -257,11 +277,14 @@ impl View for Service {
         // Sizes are comparable only where every engine has told its own.
         let sizes: Option<Vec<u64>> = self.endpoints.iter().map(Endpoint::gpu_blocks).collect();
         let weight = |endpoint: &Endpoint| u64::from(endpoint.spec.weight.max(1));
+        let ignored = self.breakers_are_ignored();
+        let may_be_asked = |endpoint: &Endpoint| {
+            let condition = endpoint.condition();
+            condition.eligible() || ignored && condition.in_service()
+        };
         let candidate = |(position, endpoint): (usize, &Endpoint)| Candidate {
             endpoint: position,
-            eligible: !self.rule().admin_down
-                && endpoint.condition().eligible()
-                && !endpoint.meters.addresses().is_empty(),
+            eligible: !self.rule().admin_down && may_be_asked(endpoint) && !endpoint.meters.addresses().is_empty(),
             overlap: 0,
             load: endpoint.meters.load(),
             capacity: sizes.as_ref().map_or(1, |sizes| sizes[position]).saturating_mul(weight(endpoint)),

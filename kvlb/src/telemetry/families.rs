@@ -144,6 +144,11 @@ families! {
     /// How late a data thread's last clock tick was.
     tick_lag_seconds: floats("kvlb_data_thread_tick_lag_seconds", ["thread"]);
 
+    /// Breakers that opened, by rule, endpoint and what failed.
+    breaker_opened: counters("kvlb_breaker_opened_total", ["service", "ep_idx", "cause"]);
+    /// Choices for which open breakers were passed over: they would have taken out more than half of a rule's endpoints.
+    breaker_panic: counters("kvlb_breaker_panic_total", ["service"]);
+
     // Endpoints.
     /// Requests in flight at an endpoint.
     endpoint_load: gauges("kvlb_endpoint_load", ["service", "ep_idx"]);

@@ -8,10 +8,13 @@ use serde_json::{Value, json};
 
 use super::{BLOCK, Fleet, PATH, SOON, Setup, quick};
 
-/// Three engines; load never moves a request away from an overlap.
+/// Three engines; load never moves a request away from an overlap, nor does a breaker unless the rule asks for one.
 pub(crate) async fn three(rule: Value) -> Fleet {
     let mut rule = rule;
     rule["kvLoadFloor"] = json!(100_000);
+    if rule["cb_enable"].is_null() {
+        rule["cb_enable"] = json!(false);
+    }
     let engines = ["a", "b", "c"].map(quick).to_vec();
     Fleet::start(Setup { engines, rule, ..Setup::default() }).await.unwrap()
 }

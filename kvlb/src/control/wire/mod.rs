@@ -86,6 +86,10 @@ pub(crate) struct ServiceArguments {
     pub(crate) forwarded_headers: Option<bool>,
     #[serde(rename = "clientHalfClose")]
     pub(crate) client_half_close: Option<String>,
+    pub(crate) cb_enable: Option<bool>,
+    pub(crate) cb_connect_failures: Option<u32>,
+    pub(crate) cb_answer_failures: Option<u32>,
+    pub(crate) cb_open_sec: Option<u32>,
 }
 
 /// The KV fields of `serviceArguments`.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::fields::shown;
 use super::{Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, endpoint, kv};
 use crate::control::Problem;
-use crate::fleet::{ExactMode, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector};
+use crate::fleet::{BreakerRule, ExactMode, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector};
 
 /// LoxiLB's number of the full proxy.
 pub(crate) const FULLPROXY: i64 = 4;
@@ -41,6 +41,7 @@ impl TryFrom<(RuleId, &Body)> for Rule {
             forwarded_headers: args.forwarded_headers.unwrap_or(true),
             client_half_close: client_half_close(args)?,
             limits: limits(args)?,
+            breaker: breaker(args),
             admin_down: args.admin_state_up == Some(false),
         })
     }
@@ -247,6 +248,16 @@ fn network(text: &str) -> Option<(IpAddr, u8)> {
             Some((IpAddr::V6((v6.to_bits() & mask).into()), length))
         }
     }
+}
+
+/// On unless the operator says otherwise.
+fn breaker(args: &ServiceArguments) -> Option<BreakerRule> {
+    let default = BreakerRule::default();
+    (args.cb_enable != Some(false)).then(|| BreakerRule {
+        connects: args.cb_connect_failures.unwrap_or(default.connects),
+        answers: args.cb_answer_failures.unwrap_or(default.answers),
+        open: args.cb_open_sec.map_or(default.open, |seconds| Duration::from_secs(seconds.into())),
+    })
 }
 
 fn client_half_close(args: &ServiceArguments) -> Result<bool, Problem> {

@@ -11,10 +11,11 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::clock;
 use crate::contract::{Extra, TokenId};
-use crate::fleet::{EndpointKey, ExactMode, Limits, Rule};
+use crate::fleet::{EndpointKey, ExactMode, Limits, Rule, Selector};
 use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Haste, Head, Reply, Request, Survey, Target, Terms, Unseen, Usage,
+    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Reply, Request, Survey, Target, Terms,
+    Unseen, Usage,
 };
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
@@ -26,6 +27,8 @@ use crate::tokenize::{self, Tokenizer};
 const HEAVY_BODY: usize = 128 << 10;
 /// The same where a model's prompts are tokenised by the reference, which takes a millisecond for 4 KiB.
 const HEAVY_BODY_SLOW: usize = 4 << 10;
+/// Bodies of at most this size are taken in whole also where nobody reads them.
+const SMALL_BODY: usize = 256 << 10;
 
 /// The field by which a request asks for one data-parallel rank.
 ///
@@ -49,6 +52,13 @@ impl Desk {
     pub(super) fn new(state: Arc<State>, hash_debug: bool) -> Self {
         let steps = Step::ALL.map(|step| state.metrics.decision_seconds.with_label_values(&[step.label()]));
         Self { state, steps, hash_debug }
+    }
+
+    /// Whether any rule of a request's VIP looks into bodies: for blocks, for the model, or for how many prompts count as load.
+    fn reads(&self, request: &Request) -> bool {
+        let table = self.state.table();
+        let looks = |rule: &Rule| rule.kv.mode != ExactMode::Off || rule.selector == Selector::LeastConnections;
+        table.at(request.arrival.vip).any(|service| looks(service.rule())) || tells_by_model(&table, &request.arrival)
     }
 
     /// What the choice may read of a request, or why it reads nothing.
@@ -221,22 +231,36 @@ impl Backplane for Desk {
                 inspect = inspect.max(Some(rule.max_inspect_bytes));
             }
         }
+        // Nobody reads it, but what is here whole can go out on a connection that waits, and be sent again.
+        let small = match head.framing() {
+            Framing::Length(length) if !head.expects_continue() => {
+                usize::try_from(length).ok().filter(|length| *length <= SMALL_BODY)
+            }
+            _ => None,
+        };
+        let inspect = inspect.or(small);
         if any { Ok(Survey { inspect, body_limit, client_half_close }) } else { Err(refuse(&Unserved::NoVip, None)) }
     }
 
     fn is_heavy(&self, request: &Request) -> bool {
         let tokenizers = &self.state.tokenizers;
         let heavy = if tokenizers.any_slow() { HEAVY_BODY_SLOW } else { HEAVY_BODY };
-        matches!(request.body(), Body::Whole(body) if body.len() > heavy || tokenizers.any_heavy())
+        let is_heavy = matches!(request.body(), Body::Whole(body) if body.len() > heavy || tokenizers.any_heavy());
+        is_heavy && self.reads(request)
     }
 
     fn begin(&self, request: &Request) -> Result<Errand, Reply> {
         let mut watch = StopWatch::start(&self.steps);
         let asked = asked(request);
-        let prompt = Self::prompt(&asked, request.body());
-        let model = match &prompt {
-            Ok(prompt) => prompt.model.clone(),
-            Err(_) => openai::model(&asked),
+        let (prompt, model) = if self.reads(request) {
+            let prompt = Self::prompt(&asked, request.body());
+            let model = match &prompt {
+                Ok(prompt) => prompt.model.clone(),
+                Err(_) => openai::model(&asked),
+            };
+            (prompt, model)
+        } else {
+            (Err(Miss::new(Reason::ModeOff)), None)
         };
         watch.lap(Step::Parse);
         let service = self.service(request, model.as_deref())?;

@@ -67,7 +67,9 @@ pub(super) enum Stop {
 pub(super) enum After {
     /// The next request.
     KeepAlive,
-    /// It is closed.
+    /// It is closed: the client is gone.
+    Gone,
+    /// It is closed behind an answer.
     Close,
     /// It is closed, but the client may still be sending.
     Linger,
@@ -100,7 +102,9 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
         };
         match after {
             After::KeepAlive => {}
-            After::Close => return,
+            // Bytes that nobody reads would have the kernel reset the connection, and the end of the answer with it.
+            After::Close if client.has_unread() => return Box::pin(client.linger()).await,
+            After::Close | After::Gone => return,
             After::Linger => return Box::pin(client.linger()).await,
             After::Reset => return client.stream.reset_on_close(),
         }
@@ -115,6 +119,14 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     /// The client's address as the forwarding fields name it.
     pub(super) fn address(&self) -> &str {
         self.address.get_or_init(|| self.arrival.client.ip().to_canonical().to_string().into_boxed_str())
+    }
+
+    /// Whether the client has sent something that has not been read.
+    fn has_unread(&self) -> bool {
+        let carry = self.carry.take();
+        let carries = carry.is_some();
+        self.carry.set(carry);
+        carries || !self.stream.silent()
     }
 
     /// Waits for the beginning of another request; false when none comes.
@@ -230,7 +242,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         self.lane().meter.answered(reply.status(), own_code);
         match self.wait(self.stream.write_all(chunk)).await {
             Ok((Ok(()), _chunk)) => self.after(closing),
-            _ => After::Close,
+            _ => After::Gone,
         }
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::alarm::Limit;
 use super::backplane::{Backplane, Event, Payload, Phase, Request};
 use super::client::{After, Client, Stop};
-use super::http::{ChunkError, Refusal, Reply};
+use super::http::{ChunkError, Framing, Refusal, Reply};
 use super::intake::{Read, Sending};
 use super::io::{Backend, Leaving};
 use super::models::asks_for_models;
@@ -90,7 +90,17 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     async fn take_request(&self) -> Result<Taken<'_, 's, B, P>, End> {
         let (head, rest) = self.read_head().await?;
         self.learn(&head);
-        let survey = self.lane().backplane.survey(&head, &self.arrival)?;
+        let survey = match self.lane().backplane.survey(&head, &self.arrival) {
+            Ok(survey) => survey,
+            Err(reply) => {
+                if head.framing() == Framing::None {
+                    // Nothing of it is still to come, so the connection is good for what follows.
+                    self.carry_over(rest.bytes());
+                    self.received();
+                }
+                return Err(reply.into());
+            }
+        };
         self.phase.set(Phase::Body);
         let (payload, passing) = match self.read_body(&head, rest, &survey).await? {
             Read::Whole(payload) => (payload, None),
@@ -120,10 +130,11 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     /// Gives the client what an end leaves it.
     async fn conclude(&self, end: End) -> After {
         match end {
-            End::Quiet | End::Stopped(Stop::Ordered) | End::BrokenOff { reset: false } => After::Close,
+            End::Quiet => After::Gone,
+            End::Stopped(Stop::Ordered) | End::BrokenOff { reset: false } => After::Close,
             End::Stopped(Stop::Left) => {
                 self.lane().meter.client_left(self.phase.get());
-                After::Close
+                After::Gone
             }
             End::Stopped(Stop::TimedOut(limit)) => Box::pin(self.reply(&timed_out(limit))).await,
             End::Stopped(Stop::Malformed) => Box::pin(self.reply(&Refusal::Chunk.into())).await,

@@ -74,10 +74,12 @@ fn forget(metrics: &Metrics) {
 /// Requests are counted as they end, which may be after their rule went: its series go here.
 fn forget_requests(metrics: &Metrics, table: &Table) {
     let in_force: BTreeSet<String> = table.services().iter().map(|service| service.rule().id.to_string()).collect();
-    let families: [(&IntCounterVec, &[&str]); 3] = [
+    let families: [(&IntCounterVec, &[&str]); 5] = [
         (&metrics.requests, &["service", "class"]),
         (&metrics.observed_choices, &["service", "result"]),
         (&metrics.observed_tokens, &["service"]),
+        (&metrics.breaker_panic, &["service"]),
+        (&metrics.breaker_opened, &["service", "ep_idx", "cause"]),
     ];
     for (counters, names) in families {
         for series in counters.collect().iter().flat_map(MetricFamily::get_metric) {

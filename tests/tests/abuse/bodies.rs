@@ -181,6 +181,18 @@ fn cases() -> Vec<Case> {
         ),
         case("10 MB", COMPLETIONS, padded(10 << 20)),
         case("messages elsewhere", "/v1/messages", field(r#""messages": [{"role": "user", "content": "a"}]"#)),
+        case(
+            "chat with unknown fields",
+            CHAT,
+            field(
+                r#""messages": [{"role": "user", "content": "a", "x": 1}], "x_unknown": [], "return_token_ids": true"#,
+            ),
+        ),
+        case("max_tokens as text", COMPLETIONS, field(r#""prompt": "a", "max_tokens": "1""#)),
+        case("two prompts, each answered twice", COMPLETIONS, field(r#""prompt": ["a", "b"], "n": 2"#)),
+        case("two lists of token ids", COMPLETIONS, field(r#""prompt": [[1, 2, 3], [4, 5]]"#)),
+        case("a path that ends in a slash", "/v1/completions/", field(r#""prompt": "a""#)),
+        case("tokenize", "/tokenize", field(r#""prompt": "a""#)),
         case("responses", "/v1/responses", field(r#""input": "a""#)),
         case("an unknown path", "/v1/unknown/%00/../x?y=%ff&&", field(r#""prompt": "a""#)),
     ];

@@ -327,6 +327,7 @@ async fn huge_messages_cost_no_more_than_their_own_connection() {
     let before = scene.stage.memory();
     // A claim of more than a message may have ends the connection, and nothing is reserved for it.
     for length in [65 << 20, 1_u64 << 40, u64::MAX] {
+        scene.publisher.until_all_heard().await;
         let connections = scene.publisher.accepted();
         scene.publisher.send_raw(&[&[2][..], &length.to_be_bytes()].concat()).await;
         let again = async || scene.publisher.accepted() > connections;

@@ -25,7 +25,8 @@ pub(crate) enum Manner {
     Answers { messages: Vec<Vec<Vec<u8>>>, pause: Duration, times: usize },
 }
 
-type Subscribers = Arc<Mutex<Vec<OwnedWriteHalf>>>;
+/// Those who have shaken hands, and how many that were in all.
+type Subscribers = Arc<Mutex<(Vec<OwnedWriteHalf>, usize)>>;
 
 /// A listener that ends when dropped.
 #[derive(Debug)]
@@ -65,16 +66,22 @@ impl Publisher {
 
     /// Waits for a subscriber that has shaken hands.
     pub(crate) async fn until_heard(&self) {
-        let heard = async || !locked(&self.subscribers).is_empty();
+        let heard = async || !locked(&self.subscribers).0.is_empty();
         kvlb_tests::harness::eventually(SOON, "somebody subscribes", heard).await.unwrap();
+    }
+
+    /// Waits until every connection has shaken hands: the other side may think that it has before this one does.
+    pub(crate) async fn until_all_heard(&self) {
+        let heard = async || locked(&self.subscribers).1 == self.accepted();
+        kvlb_tests::harness::eventually(SOON, "everybody subscribes", heard).await.unwrap();
     }
 
     /// Sends bytes as they are to every subscriber; those that are gone are forgotten.
     pub(crate) async fn send_raw(&self, bytes: &[u8]) {
-        let all = std::mem::take(&mut *locked(&self.subscribers));
+        let all = std::mem::take(&mut locked(&self.subscribers).0);
         for mut subscriber in all {
             if subscriber.write_all(bytes).await.is_ok() {
-                locked(&self.subscribers).push(subscriber);
+                locked(&self.subscribers).0.push(subscriber);
             }
         }
     }
@@ -119,7 +126,11 @@ async fn serve(mut stream: TcpStream, manner: Manner, subscribers: Subscribers) 
         Manner::Publisher => {
             if shake_hands(&mut stream, "PUB").await.is_some() {
                 let (mut from, to) = stream.into_split();
-                locked(&subscribers).push(to);
+                {
+                    let mut all = locked(&subscribers);
+                    all.0.push(to);
+                    all.1 += 1;
+                }
                 let mut rest = Vec::new();
                 from.read_to_end(&mut rest).await.ok();
             }

@@ -173,7 +173,7 @@ impl Head {
     }
 
     /// Whether the client waits for `100 Continue` before it sends the body.
-    pub(in crate::proxy) fn expects_continue(&self) -> bool {
+    pub fn expects_continue(&self) -> bool {
         self.expects_continue
     }
 

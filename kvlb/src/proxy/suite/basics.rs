@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use super::on_both_back_ends;
-use super::rig::{Ended, Endpoint, Rig, get, letter, ok, pattern, post};
+use super::rig::{Endpoint, Rig, get, letter, ok, pattern, post};
 use crate::proxy::{Event, Io};
 
 on_both_back_ends![
     a_request_and_its_answer_pass_unchanged,
     connections_are_kept_on_both_sides,
     pipelined_requests_are_answered_in_order,
+    what_follows_a_last_request_does_not_cut_its_answer,
     a_body_reaches_the_endpoint_byte_for_byte,
     encoded_answers_pass_untouched,
     any_method_and_path_pass,
@@ -84,6 +85,26 @@ fn pipelined_requests_are_answered_in_order(io: Io) {
         for number in 0..20 {
             assert_eq!(client.answer().body, vec![letter(number); 700 * number]);
         }
+    }
+}
+
+fn what_follows_a_last_request_does_not_cut_its_answer(io: Io) {
+    let (size, endings) = (2_000_000, [&b"content-length: 2000000\r\n"[..], b""]);
+    for ending in endings {
+        let endpoint = Endpoint::start(move |wire, _| {
+            wire.request().unwrap();
+            wire.send(&[b"HTTP/1.1 200 OK\r\n", ending, b"\r\n"].concat());
+            wire.send(&pattern(size));
+        });
+        let rig = Rig::start(io, &[endpoint.address]);
+        let mut client = rig.client();
+        client.send(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+        client.send(&[b'x'; 10_000]);
+        std::thread::sleep(Duration::from_millis(100));
+        client.head().unwrap();
+        // A slow reader: most of it is still in the kernel when the proxy has done its part.
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(client.rest() == pattern(size));
     }
 }
 
@@ -171,7 +192,9 @@ fn an_answer_without_body_needs_none(io: Io) {
     assert_eq!(client.head().unwrap(), "HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n");
     client.send(b"HEAD /nobody HTTP/1.1\r\nHost: a\r\n\r\n");
     assert!(client.head().unwrap().starts_with("HTTP/1.1 404 Not Found\r\n"));
-    assert_eq!(client.ends_within(Duration::from_secs(1)), Some(Ended::Cleanly), "no body follows the head");
+    client.send(&[get("/nobody"), get("/204")].concat());
+    assert_eq!(client.answer().status(), 404, "no body follows the head, and the connection goes on");
+    assert_eq!(client.answer().status(), 204);
     let mut client = rig.client();
     client.send(b"HEAD / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n");
     let refused = String::from_utf8(client.rest()).unwrap();

@@ -235,6 +235,18 @@ struct ProxyFlags {
     /// Seconds of a whole request; 0: no limit
     #[arg(long, value_name = "SECONDS")]
     max_stream_duration: Option<i64>,
+    /// Endpoints that fail again and again get no traffic for a while; true unless said
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    cb_enable: Option<bool>,
+    /// Failed connects in a row that open an endpoint's breaker; 0: none
+    #[arg(long, value_name = "N")]
+    cb_connect_failures: Option<i64>,
+    /// Failed answers in a row that open it; 0: none
+    #[arg(long, value_name = "N")]
+    cb_answer_failures: Option<i64>,
+    /// How long it stays open before three requests try
+    #[arg(long, value_name = "SECONDS")]
+    cb_open: Option<i64>,
     /// http1
     #[arg(long, value_name = "PROTOCOL")]
     backend_protocol: Option<String>,
@@ -261,17 +273,6 @@ struct StoredFlags {
     pd_bootstrap_port: Option<i64>,
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     sse_mode: Option<bool>,
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    cb_enable: Option<bool>,
-    /// Failed connects in a row that open an endpoint's breaker; 0: none
-    #[arg(long, value_name = "N")]
-    cb_connect_failures: Option<i64>,
-    /// Failed answers in a row that open it; 0: none
-    #[arg(long, value_name = "N")]
-    cb_answer_failures: Option<i64>,
-    /// How long it stays open before three requests try
-    #[arg(long, value_name = "SECONDS")]
-    cb_open: Option<i64>,
     #[arg(long, value_name = "SECONDS")]
     backend_keepalive_interval: Option<i64>,
 }
@@ -395,6 +396,10 @@ impl ProxyFlags {
         f.set("timeoutMemberConnect", self.connect_timeout);
         f.set("timeoutFirstByte", self.first_byte_timeout);
         f.set("max_stream_duration_sec", self.max_stream_duration);
+        f.set("cb_enable", self.cb_enable);
+        f.set("cb_connect_failures", self.cb_connect_failures);
+        f.set("cb_answer_failures", self.cb_answer_failures);
+        f.set("cb_open_sec", self.cb_open);
         f.set("backend_protocol", self.backend_protocol.as_ref());
     }
 }
@@ -408,10 +413,6 @@ impl StoredFlags {
         f.set("pd_balance_abs_threshold", self.pd_balance_abs_threshold);
         f.set("pdBootstrapPort", self.pd_bootstrap_port);
         f.set("sse_mode", self.sse_mode);
-        f.set("cb_enable", self.cb_enable);
-        f.set("cb_connect_failures", self.cb_connect_failures);
-        f.set("cb_answer_failures", self.cb_answer_failures);
-        f.set("cb_open_sec", self.cb_open);
         f.set("backend_keepalive_interval_sec", self.backend_keepalive_interval);
     }
 }

@@ -54,6 +54,10 @@ async fn an_owner_that_fails_three_times_rests_is_tried_and_comes_back() {
     let answer = ask(&mut client, 1).await;
     assert_eq!((answer.head.status, answer.engine()), (200, "b"), "the second best");
     assert_eq!(completions(&fleet, 0).len(), before);
+    // An operator who switches breakers off gets the endpoint back at once.
+    fleet.put_rule(|rule| rule["serviceArguments"]["cb_enable"] = json!(false)).await.unwrap();
+    assert_eq!(ask(&mut client, 2).await.head.status, 500);
+    fleet.put_rule(|_| ()).await.unwrap();
     // Tried when its time is over, it fails once more and rests again.
     state(&fleet, 0, "half-open").await;
     assert_eq!(ask(&mut client, 2).await.head.status, 500);

@@ -277,7 +277,8 @@ impl View for Service {
         // Sizes are comparable only where every engine has told its own.
         let sizes: Option<Vec<u64>> = self.endpoints.iter().map(Endpoint::gpu_blocks).collect();
         let weight = |endpoint: &Endpoint| u64::from(endpoint.spec.weight.max(1));
-        let ignored = self.breakers_are_ignored();
+        // Switched off, what opened before no longer counts either.
+        let ignored = self.rule().breaker.is_none() || self.breakers_are_ignored();
         let may_be_asked = |endpoint: &Endpoint| {
             let condition = endpoint.condition();
             condition.eligible() || ignored && condition.in_service()

@@ -130,6 +130,8 @@ async fn an_engine_that_comes_back_with_the_right_flags_is_verified_again() {
     drop(gone);
     let served = Served { id, port, engine: stage.engine(at(11, engine())).await.unwrap() };
     kvlb.subscribed(id).await.unwrap();
+    // The engine may take the subscription for made a little later than kvlb does, and repeats nothing.
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     served.ask(&stage).await;
     let status = kvlb.status_when(PROMISED, (id, 0), |status| status["contract"] == "verified").await.unwrap();
     assert!(status["leg"].is_null() && status["detail"].is_null() && status["restarts"] == 1, "{status}");

@@ -357,6 +357,10 @@ impl Call for Errand {
         let start = clock::now();
         if tried.is_empty() {
             self.service.retries.request(start);
+            if self.service.breakers_are_ignored() {
+                let rule = self.service.rule().id.to_string();
+                self.state.metrics.breaker_panic.with_label_values(&[rule.as_str()]).inc();
+            }
         }
         // Another try takes no turn of its own: else a dead endpoint would get the turn after each failure again.
         let onlooker = Onlooker(&self.service);

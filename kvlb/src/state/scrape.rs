@@ -41,8 +41,7 @@ fn set(state: &State) {
     let table = state.table();
     forget_requests(metrics, &table);
     for service in table.services() {
-        let ignored = service.breakers_ignored.swap(0, Ordering::Relaxed);
-        metrics.breaker_panic.with_label_values(&[service.rule().id.to_string().as_str()]).inc_by(ignored);
+        metrics.breaker_panic.with_label_values(&[service.rule().id.to_string().as_str()]);
         for (position, endpoint) in service.endpoints.iter().enumerate() {
             show(metrics, service, position, endpoint);
         }

@@ -39,8 +39,6 @@ pub struct Service {
     pub retries: Arc<RetryBudget>,
     /// Requests that failed of late.
     pub failures: Failures,
-    /// Choices for which open breakers were passed over, since the last scrape.
-    pub(super) breakers_ignored: AtomicU64,
     /// Blocks that requests under way bring to their endpoints.
     pub expectations: Arc<Expectations>,
     pub(super) turns: Arc<AtomicU64>,
@@ -155,17 +153,16 @@ impl Service {
 
     /// Whether breakers would take out more than half of the endpoints that their probes find well: then they tell of
     /// something that all have in common, and what is left must not bear it alone.
-    fn breakers_are_ignored(&self) -> bool {
+    pub fn breakers_are_ignored(&self) -> bool {
+        if self.rule().breaker.is_none() {
+            return false;
+        }
         let (mut well, mut open) = (0, 0);
         for condition in self.endpoints.iter().map(Endpoint::condition).filter(|condition| condition.in_service()) {
             well += 1;
             open += usize::from(condition.breaker == fleet::Breaker::Open);
         }
-        let ignored = open * 2 > well;
-        if ignored {
-            self.breakers_ignored.fetch_add(1, Ordering::Relaxed);
-        }
-        ignored
+        open * 2 > well
     }
 
     /// The next number of a choice, hit or miss.

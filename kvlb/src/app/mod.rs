@@ -143,6 +143,8 @@ impl Parts {
             tasks.spawn(zero.follow(Arc::clone(&state), asker.clone()));
         }
         tasks.spawn(learn::keep_learning(Arc::clone(&state), asker));
+        // A datapath is on its way: whoever writes a rule from now on waits for it.
+        state.datapath_serves(Some(0));
         match &kernel {
             Some(kernel) => {
                 let program_log = kernel.lock().take_log();
@@ -155,6 +157,12 @@ impl Parts {
             None => {
                 tasks.spawn(listen::keep_bound(Arc::clone(&proxy), Arc::clone(&state)));
             }
+        }
+        // The API answers, and the log says ready, when the rules that are there already are served.
+        let first = Arc::clone(&state);
+        let served = tokio::task::spawn_blocking(move || first.wait_for_datapath(IN_FORCE)).await;
+        if !served.unwrap_or(false) {
+            tracing::warn!("the datapath does not serve all rules yet");
         }
         let api = tokio::spawn(control::serve(listener, api, async move {
             // A dropped sender means the same: stop.

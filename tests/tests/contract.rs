@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use kvlb_tests::engine::{Algorithm, Engine, EngineConfig};
+use kvlb_tests::harness::eventually;
 use kvlb_tests::harness::kvlb::Kvlb;
 use kvlb_tests::harness::stage::{MODEL, Stage, at, engine, rule};
 use serde_json::{Value, json};
@@ -130,8 +131,9 @@ async fn an_engine_that_comes_back_with_the_right_flags_is_verified_again() {
     drop(gone);
     let served = Served { id, port, engine: stage.engine(at(11, engine())).await.unwrap() };
     kvlb.subscribed(id).await.unwrap();
-    // The engine may take the subscription for made a little later than kvlb does, and repeats nothing.
-    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    // A publisher learns of a subscription a moment after the connection, and does not say so.
+    let heard = async || served.engine.published().subscribers > 0;
+    eventually(PROMISED, "the engine has a subscriber", heard).await.unwrap();
     served.ask(&stage).await;
     let status = kvlb.status_when(PROMISED, (id, 0), |status| status["contract"] == "verified").await.unwrap();
     assert!(status["leg"].is_null() && status["detail"].is_null() && status["restarts"] == 1, "{status}");

@@ -369,7 +369,7 @@ impl Call for Errand {
         self.choose.observe(clock::now().saturating_duration_since(start).as_secs_f64());
         // What the last try was to bring will not come.
         self.expectations.clear();
-        let (decision, is_trial) = self.admitted(decision, view, tried);
+        let (decision, is_trial) = self.admitted(decision, tried);
         let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial));
         if let Some(position) = decision.endpoint {
             self.expect(position, decision.depth);
@@ -387,7 +387,7 @@ impl Call for Errand {
             Event::ConnectFailed { position, failure } => {
                 let endpoint = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
                 tracing::debug!(endpoint, cause = failure.label(), "endpoint did not take the connection");
-                self.failed(position, Cause::Connect, 0);
+                self.failed(position, None);
             }
             Event::Answered { position, status, waited } => {
                 // An endpoint that was too busy answers after all when nobody else does.
@@ -426,7 +426,7 @@ impl Call for Errand {
                 );
             }
             Event::Died { position, status } | Event::TimedOut { position, status: Some(status) } => {
-                self.failed(position, Cause::Answer, status);
+                self.failed(position, Some(status));
                 self.count_class(status);
                 self.settle();
             }
@@ -461,8 +461,9 @@ impl Errand {
         self.expectations.drain(..).for_each(|expectation| expectation.answered(now));
     }
 
-    /// A choice with a place for a trial, where its endpoint's breaker gives out such: else another choice, if there is one.
-    fn admitted(&self, decision: Decision, view: &dyn View, tried: &[usize]) -> (Decision, bool) {
+    /// A choice with a place for a trial, where its endpoint's breaker gives out such: else another choice, if there is one. It
+    /// takes no turn of its own either.
+    fn admitted(&self, decision: Decision, tried: &[usize]) -> (Decision, bool) {
         let Some(endpoint) = decision.endpoint.and_then(|position| self.service.endpoints.get(position)) else {
             return (decision, false);
         };
@@ -470,7 +471,8 @@ impl Errand {
             return (decision, is_trial);
         }
         let passed_over: Vec<usize> = tried.iter().copied().chain(decision.endpoint).collect();
-        let other = router::route(&self.service.ready, &self.named, view, Some(self.client), &passed_over);
+        let view = Onlooker(&self.service);
+        let other = router::route(&self.service.ready, &self.named, &view, Some(self.client), &passed_over);
         (if other.endpoint.is_some() { other } else { decision }, false)
     }
 
@@ -479,7 +481,7 @@ impl Errand {
     fn judge(&self, position: usize, status: u16) {
         match status {
             429 | 501 | 503 => {}
-            500.. => self.failed(position, Cause::Answer, status),
+            500.. => self.failed(position, Some(status)),
             _ => {
                 if let Some(endpoint) = self.service.endpoints.get(position)
                     && endpoint.meters.breaker.succeeded(clock::now).is_some()
@@ -494,13 +496,13 @@ impl Errand {
         }
     }
 
-    /// Holds a failure against an endpoint, with the status that the client gets; 0 where another endpoint is tried.
-    fn failed(&self, position: usize, cause: Cause, status: u16) {
+    /// Holds a failure against an endpoint: an answer, by the status that the client gets, or a connect.
+    fn failed(&self, position: usize, status: Option<u16>) {
         let (Some(rule), Some(endpoint)) = (&self.service.rule().breaker, self.service.endpoints.get(position)) else {
             return;
         };
-        let now = clock::now();
-        if cause == Cause::Answer
+        let (now, cause) = (clock::now(), if status.is_some() { Cause::Answer } else { Cause::Connect });
+        if let Some(status) = status
             && let Some(request) = self.fingerprint()
             && !self.service.failures.is_the_endpoint_s(request, status, position, now)
         {

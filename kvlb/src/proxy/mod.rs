@@ -142,14 +142,20 @@ fn quarter_of_memory() -> usize {
 /// that stands there may be one of the host's; what the container may have stands at the root then.
 fn cgroup_limit(cgroups: &str, read: impl Fn(&Path) -> Option<String>) -> Option<usize> {
     let limits = cgroups.lines().flat_map(|line| {
-        let (root, file) = if line.starts_with("0::") {
-            ("/sys/fs/cgroup", "memory.max")
-        } else {
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        // The number of a hierarchy, its controllers, and the path in it; version 2 has one, without controllers.
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+        let place = match controllers {
+            "" => Some(("/sys/fs/cgroup", "memory.max")),
+            _ if controllers.split(',').any(|name| name == "memory") => {
+                Some(("/sys/fs/cgroup/memory", "memory.limit_in_bytes"))
+            }
+            // Other hierarchies have paths of their own.
+            _ => None,
         };
-        let path = line.rsplit(':').next().unwrap_or_default().trim_start_matches('/');
-        let groups = Path::new(path).ancestors().map(|group| Path::new(root).join(group).join(file));
-        groups.filter_map(|file| read(&file)?.trim().parse().ok()).collect::<Vec<usize>>()
+        let groups = Path::new(path.trim_start_matches('/')).ancestors();
+        let files = groups.filter_map(|group| place.map(|(root, file)| Path::new(root).join(group).join(file)));
+        files.filter_map(|file| read(&file)?.trim().parse().ok()).collect::<Vec<usize>>()
     });
     limits.min()
 }
@@ -362,6 +368,7 @@ mod tests {
         assert_eq!(cgroup_limit("0::/a/b\n", read), Some(3000));
         assert_eq!(cgroup_limit("0::/of-the-host/c\n", read), Some(5000));
         assert_eq!(cgroup_limit("12:cpu:/\n4:memory:/docker/x\n0::/none\n", read), Some(700));
+        assert_eq!(cgroup_limit("12:cpu,cpuacct:/docker/x\n", read), None, "a path of another hierarchy");
         assert_eq!(cgroup_limit("0::/a/b\n", |_| None), None);
         assert_eq!(cgroup_limit("", read), None);
     }

@@ -182,7 +182,7 @@ fn subscription(port: u16, replay_port: Option<u16>) -> Subscription {
         feed: 0,
         host: "127.0.0.1".into(),
         port,
-        replay: replay_port.map_or(ReplayPort::Off, ReplayPort::Port),
+        replay: watch::channel(replay_port.map_or(ReplayPort::Off, ReplayPort::Port)).1,
         http: None,
     }
 }

@@ -36,9 +36,9 @@ async fn alone(replay: Replay) -> Fleet {
     Fleet::start(Setup { engines: vec![engine], env, ..Setup::default() }).await.unwrap()
 }
 
-/// Small pools: a few prompts fill them.
+/// Small pools: a few prompts fill them. Connections stay, however long a client of a busy machine takes between two requests.
 fn small(name: &str) -> EngineConfig {
-    EngineConfig { num_gpu_blocks: 160, ..quick(name) }
+    EngineConfig { num_gpu_blocks: 160, keep_alive_ms: 600_000, ..quick(name) }
 }
 
 /// A prompt of one of a dozen families, which share their beginnings; every third one ends with a full block.
@@ -377,6 +377,42 @@ async fn without_replay_a_restart_that_is_proved_late_still_clears() {
     let heard = singles.send(&fleet, 0, 3).await.unwrap();
     fleet.holds(0, &heard).await.unwrap();
     assert_eq!(fleet.status(0).await.unwrap()["restarts"], json!(1));
+}
+
+/// vLLM publishes before its web server answers; what it says there of its sockets comes when much has been heard.
+#[tokio::test]
+async fn an_engine_that_says_late_what_sockets_it_has_loses_nothing_that_was_heard() {
+    for (replay, word) in [(Replay::Missing, "unavailable"), (Replay::Served, "applied")] {
+        let (mut fleet, mut singles) = (alone(replay).await, Singles::default());
+        let engine = &fleet.engines[0];
+        engine.faults().set(|plan| plan.keep_alive_ms = Some(600_000));
+        let mut inside = Talker::new(fleet.engine_at(0));
+        let before = inside.ask(&[], &completion(&singles.prompt(), 1)).await.unwrap();
+        assert_eq!(before.head.status, 200);
+        engine.faults().set(|plan| plan.refuse_http = true);
+        fleet.restart_kvlb().await.unwrap();
+        let naming = naming();
+        let mut told = BTreeSet::new();
+        for _ in 0..20 {
+            let prompt = singles.prompt();
+            let answer = inside.ask(&[], &completion(&prompt, 1)).await.unwrap();
+            assert_eq!(answer.head.status, 200, "{}", answer.body.text());
+            told.extend(names(&naming, &prompt));
+        }
+        let held = || async { fleet.inventory(0).await.is_ok_and(|held| held.is_superset(&told)) };
+        eventually(SOON, "what was told is known", held).await.unwrap();
+        let asked = || fleet.engines[0].requests().iter().filter(|seen| seen.path == "/kv_event_sources").count();
+        let before = asked();
+        fleet.engines[0].faults().set(|plan| plan.refuse_http = false);
+        eventually(SOON, "the engine says what sockets it has", async || asked() > before).await.unwrap();
+        // Whoever starts over has nothing for a while, and where nothing is replayed for ever.
+        for _ in 0..20 {
+            assert!(held().await, "{:?}", fleet.status(0).await);
+            sleep(PROMISED / 20).await;
+        }
+        let status = fleet.status(0).await.unwrap();
+        assert_eq!((&status["replay"], &status["restarts"]), (&json!(word), &json!(0)), "{status}");
+    }
 }
 
 #[tokio::test]

@@ -1,5 +1,6 @@
 //! One probe and one event subscription per endpoint, kept in step with the rules.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,7 +39,7 @@ impl PartialEq for Probing {
     }
 }
 
-/// What an event subscription depends on, likewise.
+/// What an event subscription depends on, likewise, and where the replay socket is: it learns that while it runs.
 #[derive(Clone, Debug)]
 struct Listening {
     place: EndpointKey,
@@ -50,7 +51,7 @@ struct Listening {
 
 impl PartialEq for Listening {
     fn eq(&self, other: &Self) -> bool {
-        let plain = |l: &Self| (l.place.clone(), l.feed, l.port, l.replay);
+        let plain = |l: &Self| (l.place.clone(), l.feed, l.port);
         plain(self) == plain(other) && Arc::ptr_eq(&self.kv, &other.kv)
     }
 }
@@ -59,6 +60,7 @@ impl PartialEq for Listening {
 pub(super) async fn keep_watching(state: Arc<State>, asker: probe::Asker, replay_offset: Option<u16>) {
     let mut probes: Crew<Key, Probing> = Crew::default();
     let mut subscriptions: Crew<Key, Listening> = Crew::default();
+    let mut replays: BTreeMap<Key, watch::Sender<ReplayPort>> = BTreeMap::new();
     let (mut rules, mut facts) = (state.watch_rules(), state.watch_facts());
     loop {
         rules.mark_unchanged();
@@ -75,8 +77,10 @@ pub(super) async fn keep_watching(state: Arc<State>, asker: probe::Asker, replay
             };
             tokio::spawn(probe::watch(target, Arc::clone(&state), asker.clone()))
         });
-        let wanted = table.services().iter().flat_map(|service| listening(service, replay_offset));
-        subscriptions.update(wanted, |key, listening| tokio::spawn(listen(*key, listening.clone())));
+        let wanted = || table.services().iter().flat_map(|service| listening(service, replay_offset));
+        replays = wanted().map(|(key, listening)| (key, moved(replays.remove(&key), listening.replay))).collect();
+        subscriptions
+            .update(wanted(), |key, listening| tokio::spawn(listen(*key, listening.clone(), replays[key].subscribe())));
         drop(table);
         // Looked at now and then also without a change: a task that a panic of ours ended is missing, and starts again.
         let changed = async {
@@ -141,8 +145,15 @@ fn of_endpoint(rule: &Rule, endpoint: &Endpoint, replay_offset: Option<u16>) -> 
     (0..u16::try_from(ranks).unwrap_or(1)).filter_map(stream).collect()
 }
 
-async fn listen(key: Key, listening: Listening) {
-    let Listening { place, feed, port, replay, kv } = listening;
+/// Tells a subscription where the replay socket is, if it is elsewhere now.
+fn moved(known: Option<watch::Sender<ReplayPort>>, replay: ReplayPort) -> watch::Sender<ReplayPort> {
+    let known = known.unwrap_or_else(|| watch::Sender::new(replay));
+    known.send_if_modified(|known| std::mem::replace(known, replay) != replay);
+    known
+}
+
+async fn listen(key: Key, listening: Listening, replay: watch::Receiver<ReplayPort>) {
+    let Listening { place, feed, port, replay: _, kv } = listening;
     let rank = if feed > 0 { format!(" rank {feed}") } else { String::new() };
     let subscription = Subscription {
         label: format!("{}/{place}{rank}", key.0),

@@ -36,12 +36,13 @@ pub async fn hear(place: &EndpointKey, ours: &Ours, limit: Duration) -> Heard {
         rehash: Rehash::new(0),
     };
     let kv = Arc::new(EndpointKv::new(Arc::new(index), &naming));
+    let (_port, replay) = watch::channel(ours.replay_port.map_or(ReplayPort::Off, ReplayPort::Port));
     let subscription = Subscription {
         feed: 0,
         label: place.to_string(),
         host: place.host.clone(),
         port: ours.zmq_port,
-        replay: ours.replay_port.map_or(ReplayPort::Off, ReplayPort::Port),
+        replay,
         http: Some(place.to_string()),
     };
     let (_never, stop) = watch::channel(false);

@@ -58,8 +58,6 @@ const LEFTOVERS: Duration = Duration::from_millis(50);
 /// Where an engine's replay socket is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplayPort {
-    /// This far above the event port; 0 is off.
-    Offset(u16),
     /// At this port.
     Port(u16),
     /// The engine says that it has none.
@@ -69,11 +67,10 @@ pub enum ReplayPort {
 }
 
 impl ReplayPort {
-    fn resolve(self, event_port: u16) -> Option<u16> {
+    const fn number(self) -> Option<u16> {
         match self {
-            Self::Offset(0) | Self::Absent | Self::Off => None,
-            Self::Offset(offset) => event_port.checked_add(offset),
             Self::Port(port) => Some(port),
+            Self::Absent | Self::Off => None,
         }
     }
 }
@@ -89,8 +86,8 @@ pub struct Subscription {
     pub host: String,
     /// The port of its event socket.
     pub port: u16,
-    /// Where its replay socket is.
-    pub replay: ReplayPort,
+    /// Where its replay socket is, as far as is known by now: an engine may say so after it was heard for long.
+    pub replay: watch::Receiver<ReplayPort>,
     /// The authority of its HTTP server (`10.0.0.1:8000`), whose `/metrics` is read.
     pub http: Option<String>,
 }
@@ -140,7 +137,7 @@ struct Follower {
     stream: Stream,
     /// What of the stream's fate is in the counters already.
     counted: Tally,
-    replay_port: Option<u16>,
+    replay_port: ReplayPort,
     replay: Option<(Task, mpsc::Receiver<Replay>)>,
     /// Whether the endpoint refused a connection since the last was made.
     refused: bool,
@@ -154,12 +151,12 @@ struct Follower {
 }
 
 impl Follower {
-    fn new(subscription: Subscription, kv: Arc<EndpointKv>, feed: Arc<Feed>) -> Self {
-        let replay_port = subscription.replay.resolve(subscription.port);
+    fn new(mut subscription: Subscription, kv: Arc<EndpointKv>, feed: Arc<Feed>) -> Self {
+        let replay_port = *subscription.replay.borrow_and_update();
         let (connections, connection) = watch::channel(0);
         let (to, scrapes) = mpsc::channel(1);
         let reader = subscription.http.clone().map(|authority| Task::spawn(scrape(authority, connection, to)));
-        let stream = Stream::new(replay_port.is_some(), reader.is_some(), clock::now());
+        let stream = Stream::new(replay_port.number().is_some(), reader.is_some(), clock::now());
         Self {
             subscription,
             renamed: kv.watch_names(),
@@ -276,6 +273,7 @@ impl Follower {
                 Some((connection, scrape)) = self.scrapes.recv() => self.scraped(connection, scrape),
                 // The endpoint's cache is as old as this task: its end is no case.
                 Ok(()) = self.renamed.changed() => self.relearn(),
+                Ok(()) = self.subscription.replay.changed() => self.replay_moved(),
                 () = until(deadline) => self.with_stream(Stream::tick),
             }
         }
@@ -300,6 +298,14 @@ impl Follower {
                 self.with_stream(|stream, now, out| stream.replay_failed(true, now, out));
             }
         }
+    }
+
+    /// The replay socket is not where it was taken to be. What the event socket told stays true.
+    fn replay_moved(&mut self) {
+        self.replay_port = *self.subscription.replay.borrow_and_update();
+        self.replay = None;
+        let there_is_one = self.replay_port.number().is_some();
+        self.with_stream(|stream, now, out| stream.replay_moved(there_is_one, now, out));
     }
 
     fn scraped(&mut self, connection: u64, scrape: Scrape) {
@@ -378,7 +384,7 @@ impl Follower {
     }
 
     fn ask(&mut self, from: EventSeq) {
-        let Some(port) = self.replay_port else { return };
+        let Some(port) = self.replay_port.number() else { return };
         let (to, answers) = mpsc::channel(REPLAY_QUEUE);
         let host = self.subscription.host.clone();
         tracing::debug!(endpoint = %self.subscription.label, %from, "replay asked for");
@@ -413,11 +419,11 @@ impl Follower {
             counter.fetch_add(now.saturating_sub(before), Ordering::Relaxed);
         }
         self.feed.set_replay(match self.replay_port {
-            None if self.subscription.replay == ReplayPort::Absent => ReplayState::Unavailable,
-            None => ReplayState::Off,
-            Some(_) if self.stream.is_unavailable() => ReplayState::Unavailable,
-            Some(_) if self.stream.is_replaying() || tally.replays == 0 => ReplayState::Pending,
-            Some(_) => ReplayState::Applied,
+            ReplayPort::Absent => ReplayState::Unavailable,
+            ReplayPort::Off => ReplayState::Off,
+            ReplayPort::Port(_) if self.stream.is_unavailable() => ReplayState::Unavailable,
+            ReplayPort::Port(_) if self.stream.is_replaying() || !self.stream.has_asked() => ReplayState::Pending,
+            ReplayPort::Port(_) => ReplayState::Applied,
         });
     }
 }

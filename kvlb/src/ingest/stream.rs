@@ -162,6 +162,9 @@ pub(crate) struct Stream {
     connection: Connection,
     allowance: Allowance,
     unavailable_until: Option<Instant>,
+    /// Whether a replay was asked for where the replay socket is now, and whether one was ever had to its end.
+    asked: bool,
+    replayed: bool,
     /// How far it had come before the story that is being told again: what tells this life from the next until then.
     retelling: Option<Position>,
     /// The retelling broke off, and is wanted once the engine is known to be the same.
@@ -183,6 +186,8 @@ impl Stream {
             connection: Connection::default(),
             allowance: Allowance { left: REPLAYS_AT_ONCE, since: now },
             unavailable_until: None,
+            asked: false,
+            replayed: false,
             retelling: None,
             retell: false,
             tally: Tally::default(),
@@ -202,6 +207,11 @@ impl Stream {
     /// Whether the replay socket did not answer when last asked, or not to the end.
     pub(crate) const fn is_unavailable(&self) -> bool {
         self.unavailable_until.is_some() || self.connection.broken_until.is_some()
+    }
+
+    /// Whether a replay was asked for where the replay socket is now.
+    pub(crate) const fn has_asked(&self) -> bool {
+        self.asked
     }
 
     /// When [`Stream::tick`] is to be called.
@@ -260,6 +270,24 @@ impl Stream {
         self.ask(out);
     }
 
+    /// The replay socket was found elsewhere, or there is none. What was heard stays; where no replay was had so far, the
+    /// whole story is asked for.
+    pub(crate) fn replay_moved(&mut self, there_is_one: bool, now: Instant, out: &mut Vec<Action>) {
+        self.replays = there_is_one;
+        self.asked = false;
+        (self.unavailable_until, self.connection.broken_until) = (None, None);
+        match self.phase {
+            Phase::Queued { .. } | Phase::Replaying { .. } if !there_is_one => {
+                self.resume_life();
+                self.without_replay(now, out);
+            }
+            Phase::Replaying { .. } => self.ask(out),
+            Phase::Identifying { .. } if there_is_one => self.queue(now, out),
+            Phase::Live if there_is_one && !self.replayed => self.relearn(now, out),
+            Phase::Live | Phase::Queued { .. } | Phase::Identifying { .. } => {}
+        }
+    }
+
     /// Where a retelling has brought nothing, the position from before it counts again.
     fn resume_life(&mut self) {
         if let (Some(before), None) = (self.retelling.take(), self.cursor.last()) {
@@ -313,6 +341,7 @@ impl Stream {
         let Phase::Replaying { verified } = self.phase else { return };
         self.unavailable_until = None;
         self.connection.broken_until = None;
+        self.replayed = true;
         if let Some(before) = self.retelling.take()
             && self.cursor.last().is_none_or(|last| last < before.seq)
         {
@@ -398,6 +427,7 @@ impl Stream {
 
     fn ask(&mut self, out: &mut Vec<Action>) {
         self.tally.replays += 1;
+        self.asked = true;
         self.phase = Phase::Replaying { verified: false };
         out.push(Action::Replay(self.cursor.last().unwrap_or_default()));
     }

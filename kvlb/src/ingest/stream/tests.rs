@@ -462,3 +462,41 @@ fn without_replay_nothing_is_told_again() {
     assert_eq!(run.seqs(), [2, 4], "a gap counts from where it had come");
     assert_eq!(run.stream.tally().gaps, 1);
 }
+
+#[test]
+fn an_engine_that_says_late_that_it_replays_nothing_loses_nothing() {
+    let mut run = Run::new(true);
+    run.connect(false).live(1, 3..6);
+    assert!(run.applied.is_empty(), "they wait for the replay");
+    run.tell(|stream, now, out| stream.replay_moved(false, now, out));
+    assert_eq!(run.seqs(), [3, 4, 5]);
+    run.live(1, 6..8);
+    // It is told again each time that the engine is asked.
+    run.tell(|stream, now, out| stream.replay_moved(false, now, out));
+    assert_eq!((run.seqs(), run.asked.as_slice(), run.clears.as_slice()), ((3..8).collect(), &[0][..], &[][..]));
+    assert_eq!(run.stream.tally(), Tally { replays: 1, ..Tally::default() });
+}
+
+#[test]
+fn a_replay_socket_that_is_found_late_is_asked_for_the_whole_story() {
+    let mut run = Run::new(true);
+    run.connect(false).fail(false).live(1, 3..6);
+    assert!(run.stream.is_unavailable());
+    run.tell(|stream, now, out| stream.replay_moved(true, now, out)).live(1, 6..7).replay(1, 0..7);
+    assert_eq!((run.seqs(), run.clears.as_slice()), ((0..7).collect(), &[Why::Renamed][..]));
+    assert!(!run.stream.is_unavailable());
+    // Once had, the story need not be told again because the socket moves.
+    run.tell(|stream, now, out| stream.replay_moved(true, now, out));
+    assert_eq!((run.asked.as_slice(), run.clears.len()), (&[0, 0][..], 1));
+}
+
+#[test]
+fn a_replay_that_runs_where_no_replay_socket_is_any_more_goes_on_where_there_is_one() {
+    let mut run = Run::new(true);
+    run.connect(false);
+    for seq in 0..3 {
+        run.tell(|stream, _, out| stream.replayed(message(1, seq), out));
+    }
+    run.tell(|stream, now, out| stream.replay_moved(true, now, out)).replay(1, 2..5);
+    assert_eq!((run.seqs(), run.asked.as_slice(), run.clears.as_slice()), ((0..5).collect(), &[0, 2][..], &[][..]));
+}

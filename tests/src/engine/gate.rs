@@ -7,6 +7,7 @@ use std::time::Duration;
 use socket2::{SockFilter, SockRef};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until};
 
 /// How long to wait before trying again to take a port back, or to accept after an error.
 const RETRY: Duration = Duration::from_millis(10);
@@ -14,12 +15,17 @@ const RETRY: Duration = Duration::from_millis(10);
 /// Connections that the kernel may hold for us; more than any test opens at once.
 const BACKLOG: u32 = 4096;
 
+/// How long a handshake over loopback may take to complete when the port is about to go.
+const COMPLETION: Duration = Duration::from_millis(2);
+
 /// A port that listens while `open` holds.
 #[derive(Debug)]
 pub(super) struct Gate {
     address: SocketAddr,
     open: watch::Receiver<bool>,
     listener: Option<TcpListener>,
+    /// A listener that lets nobody begin any more, until when it stays.
+    closing: Option<(TcpListener, Instant)>,
     /// Accepted while shutting; they were promised a listener.
     leftover: Vec<TcpStream>,
 }
@@ -32,7 +38,7 @@ impl Gate {
     pub(super) fn bind(address: SocketAddr, open: watch::Receiver<bool>) -> io::Result<Self> {
         let listener = listen(address)?;
         let address = listener.local_addr()?;
-        Ok(Self { address, open, listener: Some(listener), leftover: Vec::new() })
+        Ok(Self { address, open, listener: Some(listener), closing: None, leftover: Vec::new() })
     }
 
     /// The bound address.
@@ -46,39 +52,61 @@ impl Gate {
             if let Some(stream) = self.leftover.pop() {
                 return stream;
             }
-            let open = *self.open.borrow_and_update();
-            if !open {
-                self.shut();
-                if self.leftover.is_empty() && self.open.changed().await.is_err() {
-                    std::future::pending::<()>().await;
+            if let Some((listener, until)) = &self.closing {
+                tokio::select! {
+                    accepted = listener.accept() => match accepted {
+                        Ok((stream, _)) => return stream,
+                        Err(_) => sleep(RETRY).await,
+                    },
+                    () = sleep_until(*until) => self.close(),
                 }
                 continue;
             }
-            let Some(listener) = &self.listener else {
-                self.listener = listen(self.address).ok();
-                if self.listener.is_none() {
-                    tokio::time::sleep(RETRY).await;
+            let open = *self.open.borrow_and_update();
+            match &self.listener {
+                Some(_) if !open => self.shut(),
+                None if !open => {
+                    if self.open.changed().await.is_err() {
+                        std::future::pending::<()>().await;
+                    }
                 }
-                continue;
-            };
-            tokio::select! {
-                accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => return stream,
-                    Err(_) => tokio::time::sleep(RETRY).await,
+                None => {
+                    self.listener = listen(self.address).ok();
+                    if self.listener.is_none() {
+                        sleep(RETRY).await;
+                    }
+                }
+                Some(listener) => tokio::select! {
+                    accepted = listener.accept() => match accepted {
+                        Ok((stream, _)) => return stream,
+                        Err(_) => sleep(RETRY).await,
+                    },
+                    // Without its controller the gate stays as it is.
+                    Ok(()) = self.open.changed() => {}
                 },
-                // Without its controller the gate stays as it is.
-                Ok(()) = self.open.changed() => {}
             }
         }
     }
 
-    /// Stops listening so that no connection is lost: from the filter on no new one is let in, those already let in are accepted, then
-    /// the port goes. Without this a connection made between the last accept and the close would be reset.
+    /// Begins to stop listening so that no connection is lost: from now on no new one is begun. Those begun are completed
+    /// and accepted before the port goes: else one made between the last accept and the close would be reset, and so would
+    /// one whose maker has its answer and whose own last packet is still on its way: to its maker it is made.
     fn shut(&mut self) {
         let Some(listener) = self.listener.take() else { return };
-        // One instruction of classic BPF: return 0, drop every packet.
-        let filtered = SockRef::from(&listener).attach_filter(&[SockFilter::new(0x06, 0, 0, 0)]);
+        // Classic BPF over the TCP header: drop what has SYN among its flags, keep the rest.
+        let filter = [
+            SockFilter::new(0x30, 0, 0, 13),
+            SockFilter::new(0x45, 0, 1, 0x02),
+            SockFilter::new(0x06, 0, 0, 0),
+            SockFilter::new(0x06, 0, 0, u32::MAX),
+        ];
+        let filtered = SockRef::from(&listener).attach_filter(&filter);
         debug_assert!(filtered.is_ok(), "a filter on a listener: {filtered:?}");
+        self.closing = Some((listener, Instant::now() + COMPLETION));
+    }
+
+    fn close(&mut self) {
+        let Some((listener, _)) = self.closing.take() else { return };
         let Ok(listener) = listener.into_std() else { return };
         while let Ok((stream, _)) = listener.accept() {
             if stream.set_nonblocking(true).is_ok() {

@@ -153,9 +153,18 @@ struct ProbeFlags {
     /// Seconds between probes
     #[arg(long, value_name = "SECONDS")]
     probetimeout: Option<i64>,
-    /// Verdicts in a row that turn an endpoint
+    /// Bad results in a row that turn an endpoint down
     #[arg(long, value_name = "N")]
     proberetries: Option<i64>,
+    /// Good results in a row that turn it up again
+    #[arg(long, value_name = "N")]
+    proberise: Option<i64>,
+    /// Seconds that one probe may take
+    #[arg(long, value_name = "SECONDS")]
+    probe_answer_timeout: Option<i64>,
+    /// Good statuses of an http probe, as 200,202 or 200-204
+    #[arg(long, value_name = "CODES")]
+    expected_codes: Option<String>,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -363,6 +372,9 @@ impl ProbeFlags {
         f.set("proberesp", self.proberesp.as_ref());
         f.set("probeTimeout", self.probetimeout);
         f.set("probeRetries", self.proberetries);
+        f.set("probeRise", self.proberise);
+        f.set("probeAnswerTimeout", self.probe_answer_timeout);
+        f.set("expectedCodes", self.expected_codes.as_ref());
     }
 }
 

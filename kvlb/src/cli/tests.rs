@@ -50,7 +50,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
     let line = "kvlb create lb 127.0.0.9 --tcp=80-90:8000 --endpoints=192.0.2.1:8001:3,[::1]:0 --select=lc --name=n \
         --host=h --model-name=m --path-prefix=/v1 --path-match-mode=prefix --sources=10.0.0.0/8,::1 --admin-down \
         --security=plain --monitor --probetype=http --probeport=9 --probereq=/h --proberesp=ok --probetimeout=5 \
-        --proberetries=3 --kv-exact-mode=3 --kv-block-size=32 --kv-hash-algo=xxhash_cbor --kv-zmq-port=1 \
+        --proberetries=3 --proberise=4 --probe-answer-timeout=6 --expected-codes=200-204 --kv-exact-mode=3 --kv-block-size=32 --kv-hash-algo=xxhash_cbor --kv-zmq-port=1 \
         --kv-replay-port=2 --kv-engine-type=vllm --kv-dp-ranks=1 --kv-score=count --kv-lb-mode=off --kv-load-floor=1 \
         --kv-keying=auto --kv-tier-weights=cpu=0.5,storage=0 --kv-observe --ep-role=normal,any --pd-disagg=false --decision-headers --forwarded-headers=false \
         --max-inspect-bytes=5 --client-half-close=allow --inatimeout=9 --connect-timeout=8 --first-byte-timeout=7 \
@@ -62,7 +62,8 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         r#"{"externalIP": "127.0.0.9", "port": 80, "portMax": 90, "protocol": "tcp", "sel": 4, "mode": 4,
         "security": 0, "name": "n", "host": "h", "model_name": "m", "path_prefix": "/v1", "path_match_mode": "prefix",
         "adminStateUp": false, "monitor": true, "probetype": "http", "probeport": 9, "probereq": "/h",
-        "proberesp": "ok", "probeTimeout": 5, "probeRetries": 3, "kvExactMode": 3, "kvBlockSize": 32,
+        "proberesp": "ok", "probeTimeout": 5, "probeRetries": 3, "probeRise": 4,
+        "probeAnswerTimeout": 6, "expectedCodes": "200-204", "kvExactMode": 3, "kvBlockSize": 32,
         "kvHashAlgo": "xxhash_cbor", "kvZmqPort": 1, "kvReplayPort": 2, "kvEngineType": "vllm", "kvDpRankCount": 1,
         "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "auto", "kvTierWeights": {"cpu": 0.5, "storage": 0}, "kvObserve": true, "pd_disagg_mode": false,
         "decisionHeaders": true, "forwardedHeaders": false, "maxInspectBytes": 5, "clientHalfClose": "allow",

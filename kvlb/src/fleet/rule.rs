@@ -2,6 +2,8 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
 use std::time::Duration;
 
 use crate::contract::{BlockSize, HashAlgo};
@@ -358,12 +360,18 @@ pub struct Monitor {
     pub port: Option<u16>,
     /// `probereq`: path of an http probe.
     pub request: String,
-    /// `proberesp`: what an http answer must contain; empty: anything with a 2xx status.
+    /// `proberesp`: what an http answer must contain; empty: anything.
     pub response: String,
+    /// `expectedCodes`: the statuses of an http answer that are good.
+    pub codes: StatusCodes,
     /// `probeTimeout`: seconds between probes. Default 10 s, as LoxiLB's rules.
     pub interval: Duration,
-    /// `probeRetries`: verdicts in a row that turn an endpoint. Default 2.
+    /// `probeRetries`: bad results in a row that turn an endpoint down. Default 2.
     pub retries: u32,
+    /// `probeRise`: good results in a row that turn one up that was down. Default 1.
+    pub rise: u32,
+    /// `probeAnswerTimeout`: how long one probe may take. Default 5 s.
+    pub answer_timeout: Duration,
 }
 
 impl Default for Monitor {
@@ -374,9 +382,52 @@ impl Default for Monitor {
             port: None,
             request: String::new(),
             response: String::new(),
+            codes: StatusCodes::default(),
             interval: Duration::from_secs(10),
             retries: 2,
+            rise: 1,
+            answer_timeout: Duration::from_secs(5),
         }
+    }
+}
+
+/// A set of HTTP statuses, written as LoxiLB writes `expectedCodes`: `200`, `200,202` or `200-204,301`. None named: 200 to 299.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StatusCodes(Vec<RangeInclusive<u16>>);
+
+impl StatusCodes {
+    /// Whether `status` is one of them.
+    pub fn contains(&self, status: u16) -> bool {
+        if self.0.is_empty() {
+            return (200..=299).contains(&status);
+        }
+        self.0.iter().any(|range| range.contains(&status))
+    }
+}
+
+/// A text that names no set of statuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("statuses are 100 to 599, as in 200, 200,202 or 200-204")]
+pub struct BadStatusCodes;
+
+impl FromStr for StatusCodes {
+    type Err = BadStatusCodes;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let status = |text: &str| {
+            let digits = text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_digit());
+            text.parse().ok().filter(|status| digits && (100..=599).contains(status)).ok_or(BadStatusCodes)
+        };
+        let range = |text: &str| {
+            let (first, last) = text.split_once('-').unwrap_or((text, text));
+            let (first, last) = (status(first.trim())?, status(last.trim())?);
+            if first <= last { Ok(first..=last) } else { Err(BadStatusCodes) }
+        };
+        text.split(',')
+            .filter(|_| !text.trim().is_empty())
+            .map(|part| range(part.trim()))
+            .collect::<Result<_, _>>()
+            .map(Self)
     }
 }
 
@@ -386,6 +437,6 @@ pub enum ProbeKind {
     /// A TCP connect.
     #[default]
     Tcp,
-    /// A GET that must answer 2xx.
+    /// A GET that must answer with one of the [`StatusCodes`].
     Http,
 }

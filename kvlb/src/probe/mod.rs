@@ -1,11 +1,13 @@
 //! Active health checks; their verdicts go to `state`.
 //!
-//! One task per endpoint and rule. A verdict turns after as many equal results in a row as the rule says (to down) or
-//! after one (to up), so that a lost packet does not empty a fleet and a recovered engine is used at once. The same task
-//! resolves the endpoint's name and asks what models the engine lists.
+//! One task per endpoint and rule. A verdict turns after as many equal results in a row as the rule says: by default two
+//! to down and one to up, so that a lost packet does not empty a fleet and a recovered engine is used at once. Intervals
+//! vary a little, so that the probes of many endpoints and of many hosts do not come together. The same task resolves the
+//! endpoint's name and asks what models the engine lists.
 
 mod streak;
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,8 +26,8 @@ use streak::Streak;
 
 /// After a first failure the next probe comes this soon, so that an outage is known within `retries` seconds.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(1);
-/// A probe's own time limit: an engine whose `/health` takes a second is fine.
-const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long an engine may take to list its models.
+const MODELS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often an engine is asked for its models, and a name for its addresses.
 const FACTS_INTERVAL: Duration = Duration::from_secs(30);
 /// An engine's list of models is small; what is larger is not one.
@@ -79,19 +81,19 @@ pub async fn watch(target: Target, state: Arc<State>, asker: Asker) {
 }
 
 async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
-    let mut streak = Streak::new(target.monitor.retries);
+    let mut streak = Streak::new(target.monitor.retries, target.monitor.rise);
     loop {
         let result = probe(target, http).await;
         if result.as_ref().is_err_and(Failure::is_ours) {
             tracing::debug!(endpoint = %target.label, "no descriptor or memory for a probe");
-            sleep(target.monitor.interval).await;
+            sleep(varied(target.monitor.interval)).await;
             continue;
         }
         if result.is_ok() {
             target.meters.breaker.reached(clock::now());
         }
         let cause = result.as_ref().err().map_or_else(String::new, ToString::to_string);
-        if let Some(verdict) = streak.add(result.is_ok())
+        if let Some(verdict) = streak.add(result.is_ok(), target.meters.probe())
             && target.meters.set_probe(verdict)
         {
             if verdict == Probe::Down {
@@ -101,9 +103,17 @@ async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
             }
             state.conditions_changed();
         }
-        let soon = result.is_err() && target.meters.probe() != Probe::Down;
-        sleep(if soon { CONFIRM_INTERVAL.min(target.monitor.interval) } else { target.monitor.interval }).await;
+        // Until it is clear whether the endpoint has turned.
+        let soon = result.is_ok() == (target.meters.probe() == Probe::Down);
+        sleep(varied(if soon { CONFIRM_INTERVAL.min(target.monitor.interval) } else { target.monitor.interval })).await;
     }
+}
+
+/// An interval, a tenth shorter or longer at most.
+fn varied(interval: Duration) -> Duration {
+    let chance = RandomState::new().hash_one(0);
+    let percent = 90 + u32::try_from(chance % 21).unwrap_or_default();
+    interval * percent / 100
 }
 
 /// Why a probe failed.
@@ -111,8 +121,8 @@ async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
 enum Failure {
     #[error("no address for {0}")]
     Unresolved(String),
-    #[error("no answer within {} s", PROBE_TIMEOUT.as_secs())]
-    Timeout,
+    #[error("no answer within {} s", .0.as_secs())]
+    Timeout(Duration),
     #[error("connect: {0}")]
     Connect(std::io::Error),
     #[error("http: {0}")]
@@ -145,7 +155,10 @@ impl Failure {
 
 async fn probe(target: &Target, http: &reqwest::Client) -> Result<(), Failure> {
     match target.monitor.kind {
-        ProbeKind::Tcp => timeout(PROBE_TIMEOUT, probe_tcp(target)).await.map_err(|_elapsed| Failure::Timeout)?,
+        ProbeKind::Tcp => {
+            let limit = target.monitor.answer_timeout;
+            timeout(limit, probe_tcp(target)).await.map_err(|_elapsed| Failure::Timeout(limit))?
+        }
         ProbeKind::Http => probe_http(target, http).await,
     }
 }
@@ -166,19 +179,18 @@ async fn probe_tcp(target: &Target) -> Result<(), Failure> {
 async fn probe_http(target: &Target, http: &reqwest::Client) -> Result<(), Failure> {
     let place = EndpointKey { port: target.monitor.port.unwrap_or(target.key.port), ..target.key.clone() };
     let path = target.monitor.request.trim_start_matches('/');
-    let answer = http
-        .get(format!("http://{place}/{path}"))
-        .timeout(PROBE_TIMEOUT)
-        .send()
-        .await
-        .map_err(|error| if error.is_timeout() { Failure::Timeout } else { Failure::Http(error) })?;
-    if !answer.status().is_success() {
-        return Err(Failure::Status(answer.status().as_u16()));
+    let limit = target.monitor.answer_timeout;
+    let failed =
+        |error: reqwest::Error| if error.is_timeout() { Failure::Timeout(limit) } else { Failure::Http(error) };
+    let answer = http.get(format!("http://{place}/{path}")).timeout(limit).send().await.map_err(failed)?;
+    let status = answer.status().as_u16();
+    if !target.monitor.codes.contains(status) {
+        return Err(Failure::Status(status));
     }
     if target.monitor.response.is_empty() {
         return Ok(());
     }
-    let body = bounded_body(answer).await.map_err(Failure::Http)?;
+    let body = bounded_body(answer).await.map_err(failed)?;
     if String::from_utf8_lossy(&body).contains(&target.monitor.response) {
         Ok(())
     } else {
@@ -236,7 +248,7 @@ async fn resolve(target: &Target) -> bool {
 
 /// The models that an engine lists; `None` when it does not say.
 async fn ask_models(target: &Target, asker: &Asker) -> Option<Vec<ListedModel>> {
-    let mut request = asker.http.get(format!("http://{}/v1/models", target.key)).timeout(PROBE_TIMEOUT);
+    let mut request = asker.http.get(format!("http://{}/v1/models", target.key)).timeout(MODELS_TIMEOUT);
     if let Some(key) = &asker.key {
         request = request.bearer_auth(key);
     }
@@ -276,6 +288,15 @@ mod tests {
         let connect = |code: Errno| Failure::Connect(std::io::Error::from_raw_os_error(code as i32));
         assert!([Errno::EMFILE, Errno::ENFILE, Errno::ENOBUFS].map(connect).iter().all(Failure::is_ours));
         assert!(![Errno::ECONNREFUSED, Errno::EHOSTUNREACH].map(connect).iter().any(Failure::is_ours));
-        assert!(!Failure::Timeout.is_ours() && !Failure::Status(503).is_ours());
+        assert!(!Failure::Timeout(MODELS_TIMEOUT).is_ours() && !Failure::Status(503).is_ours());
+    }
+
+    #[test]
+    fn intervals_vary_by_a_tenth() {
+        let varied: Vec<_> = (0..200).map(|_| varied(Duration::from_secs(10))).collect();
+        assert!(varied.iter().all(|time| (9_000..=11_000).contains(&time.as_millis())));
+        assert!(
+            varied.iter().any(|time| time.as_millis() < 9_500) && varied.iter().any(|time| time.as_millis() > 10_500)
+        );
     }
 }

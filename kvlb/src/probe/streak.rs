@@ -5,23 +5,27 @@ use crate::fleet::Probe;
 /// Results in a row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Streak {
-    failures: u32,
+    last: Option<bool>,
+    length: u32,
     failures_to_down: u32,
+    successes_to_up: u32,
 }
 
 impl Streak {
-    pub(super) fn new(failures_to_down: u32) -> Self {
-        Self { failures: 0, failures_to_down: failures_to_down.max(1) }
+    pub(super) fn new(failures_to_down: u32, successes_to_up: u32) -> Self {
+        let (failures_to_down, successes_to_up) = (failures_to_down.max(1), successes_to_up.max(1));
+        Self { last: None, length: 0, failures_to_down, successes_to_up }
     }
 
-    /// Adds one result; the verdict, where the row is long enough for one.
-    pub(super) fn add(&mut self, good: bool) -> Option<Probe> {
+    /// Adds one result; the verdict, where the row is long enough for one. An endpoint that was never down, as far as
+    /// `before` knows, is up with its first success.
+    pub(super) fn add(&mut self, good: bool, before: Probe) -> Option<Probe> {
+        self.length = if self.last == Some(good) { self.length.saturating_add(1) } else { 1 };
+        self.last = Some(good);
         if good {
-            self.failures = 0;
-            return Some(Probe::Up);
+            return (before != Probe::Down || self.length >= self.successes_to_up).then_some(Probe::Up);
         }
-        self.failures = self.failures.saturating_add(1);
-        (self.failures >= self.failures_to_down).then_some(Probe::Down)
+        (self.length >= self.failures_to_down).then_some(Probe::Down)
     }
 }
 
@@ -30,13 +34,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_failures_in_a_row_turn_an_endpoint_down_and_one_success_turns_it_up() {
-        let mut streak = Streak::new(2);
-        assert_eq!(streak.add(false), None);
-        assert_eq!(streak.add(true), Some(Probe::Up));
-        assert_eq!(streak.add(false), None);
-        assert_eq!(streak.add(false), Some(Probe::Down));
-        assert_eq!(streak.add(false), Some(Probe::Down));
-        assert_eq!(streak.add(true), Some(Probe::Up));
+    fn only_results_in_a_row_turn_an_endpoint() {
+        for rise in [1, 3] {
+            let mut streak = Streak::new(2, rise);
+            assert_eq!(streak.add(false, Probe::Unknown), None);
+            assert_eq!(streak.add(true, Probe::Unknown), Some(Probe::Up), "it was never down");
+            assert_eq!(streak.add(false, Probe::Up), None);
+            assert_eq!(streak.add(true, Probe::Up), Some(Probe::Up));
+            assert_eq!(streak.add(false, Probe::Up), None);
+            assert_eq!(streak.add(false, Probe::Up), Some(Probe::Down));
+            assert_eq!(streak.add(true, Probe::Down), (rise == 1).then_some(Probe::Up));
+            assert_eq!(streak.add(false, Probe::Down), None, "a new row");
+            assert_eq!(streak.add(false, Probe::Down), Some(Probe::Down));
+            for success in 1..=rise {
+                assert_eq!(streak.add(true, Probe::Down), (success == rise).then_some(Probe::Up));
+            }
+        }
     }
 }

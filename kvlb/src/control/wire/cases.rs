@@ -111,7 +111,8 @@ fn every_served_field_has_its_effect() {
         json!({"portMax": 8090, "host": "API.example.com", "path_prefix": "/v1", "path_match_mode": "prefix",
             "model_name": "Qwen/Qwen3-0.6B", "name": "chat", "sel": 4, "adminStateUp": false,
             "probetype": "http", "probeport": 9000, "probereq": "health", "proberesp": "ok", "probeTimeout": 5,
-            "probeRetries": 3, "inactiveTimeOut": 120, "timeoutMemberConnect": 250, "timeoutTcpInspect": 5000,
+            "probeRetries": 3, "probeRise": 4, "probeAnswerTimeout": 6, "expectedCodes": "200-204, 301",
+            "inactiveTimeOut": 120, "timeoutMemberConnect": 250, "timeoutTcpInspect": 5000,
             "timeoutFirstByte": 1500, "max_stream_duration_sec": 900, "kvBlockSize": 32, "kvHashAlgo": "xxhash_cbor",
             "kvZmqPort": 6000, "kvWarmupSec": 0, "kvEngineType": "vllm", "kvDpRankCount": 2, "kvReplayPort": 6100,
             "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "rehash", "decisionHeaders": true,
@@ -133,7 +134,10 @@ fn every_served_field_has_its_effect() {
         (m.kind, m.port, m.request.as_str(), m.response.as_str()),
         (ProbeKind::Http, Some(9000), "/health", "ok")
     );
-    assert_eq!((m.interval, m.retries), (Duration::from_secs(5), 3));
+    assert_eq!((m.interval, m.retries, m.rise), (Duration::from_secs(5), 3, 4));
+    assert_eq!(m.answer_timeout, Duration::from_secs(6));
+    let good = [199, 200, 204, 205, 301, 302].map(|status| m.codes.contains(status));
+    assert_eq!(good, [false, true, true, false, true, false]);
     assert_eq!(rule.limits.idle, Some(Duration::from_mins(2)));
     assert_eq!((rule.limits.connect, rule.limits.request_body), (Duration::from_millis(250), Duration::from_secs(5)));
     assert_eq!(rule.limits.first_byte, Some(Duration::from_millis(1500)));
@@ -391,6 +395,13 @@ fn bad_probes_and_limits_are_refused_by_name() {
         (service(json!({"probetype": "http", "probereq": "/\r\nX: y"})), "bad_value", "no spaces"),
         (service(json!({"probeTimeout": 3601})), "out_of_range", "0 to 3600"),
         (service(json!({"probeRetries": 101})), "out_of_range", "0 to 100"),
+        (service(json!({"probeRise": 101})), "out_of_range", "0 to 100"),
+        (service(json!({"probeAnswerTimeout": 3601})), "out_of_range", "0 to 3600"),
+        (service(json!({"expectedCodes": "200"})), "contradiction", "probetype http"),
+        (service(json!({"probetype": "http", "expectedCodes": "2xx"})), "bad_value", "200-204"),
+        (service(json!({"probetype": "http", "expectedCodes": "204-200"})), "bad_value", "200-204"),
+        (service(json!({"probetype": "http", "expectedCodes": "200,"})), "bad_value", "200-204"),
+        (service(json!({"probetype": "http", "expectedCodes": "+20"})), "bad_value", "100 to 599"),
         (service(json!({"probeport": 65536})), "out_of_range", "probeport"),
         (service(json!({"inactiveTimeOut": 86401})), "out_of_range", "0 to 86400"),
         (service(json!({"inactiveTimeOut": 60, "timeoutMemberData": 60})), "contradiction", "different times"),

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::fields::{self, shown};
 use super::{EndpointArguments, ProbeArguments};
 use crate::control::Problem;
-use crate::fleet::{Endpoint, EndpointKey, Monitor, ProbeKind, Role};
+use crate::fleet::{BadStatusCodes, Endpoint, EndpointKey, Monitor, ProbeKind, Role};
 
 /// A DNS name is at most this long (RFC 1035, 2.3.4).
 const NAME_MAX: usize = 253;
@@ -118,14 +118,24 @@ pub(super) fn monitor(args: &ProbeArguments, place: &str) -> Result<Monitor, Pro
             expected: "a path has no spaces or control characters".to_owned(),
         });
     }
+    let codes = text("expectedCodes", args.expected_codes.as_ref())?;
+    let codes = codes.parse().map_err(|bad: BadStatusCodes| Problem::BadValue {
+        field: format!("{place}expectedCodes"),
+        value: format!("{:?}", shown(&codes)),
+        expected: bad.to_string(),
+    })?;
+    let seconds = |seconds: Option<u32>| seconds.filter(|s| *s != 0).map(|s| Duration::from_secs(s.into()));
     Ok(Monitor {
         enabled: kind.is_some() && args.monitor != Some(false),
         kind: kind.unwrap_or_default(),
         port: args.probeport.filter(|port| *port != 0),
         request: if path.is_empty() || path.starts_with('/') { path } else { format!("/{path}") },
         response: text("proberesp", args.proberesp.as_ref())?,
-        interval: args.probe_timeout.filter(|s| *s != 0).map_or(default.interval, |s| Duration::from_secs(s.into())),
+        codes,
+        interval: seconds(args.probe_timeout).unwrap_or(default.interval),
         retries: args.probe_retries.filter(|n| *n != 0).unwrap_or(default.retries),
+        rise: args.probe_rise.filter(|n| *n != 0).unwrap_or(default.rise),
+        answer_timeout: seconds(args.probe_answer_timeout).unwrap_or(default.answer_timeout),
     })
 }
 

@@ -115,7 +115,10 @@ pub(crate) const SERVICE: &[Field] = &[
     served("probereq", Text, "path of an http probe"),
     served("proberesp", Text, "text that an http answer must contain"),
     served("probeTimeout", Whole(0, 3_600), "seconds between probes; 0: 10"),
-    served("probeRetries", Whole(0, 100), "verdicts in a row that turn an endpoint; 0: 2"),
+    served("probeRetries", Whole(0, 100), "bad results in a row that turn an endpoint down; 0: 2"),
+    served("probeRise", Whole(0, 100), "good results in a row that turn it up again; 0: 1"),
+    served("probeAnswerTimeout", Whole(0, 3_600), "seconds that one probe may take; 0: 5"),
+    served("expectedCodes", Text, "good statuses of an http probe, as 200,202 or 200-204; empty: 200-299"),
     served("inactiveTimeOut", DAY_SECONDS, "seconds between two pieces of an answer; 0: 600"),
     served("timeoutMemberData", DAY_MILLIS, "the same in milliseconds"),
     served("timeoutMemberConnect", DAY_MILLIS, "milliseconds to connect to an endpoint; 0: 500"),
@@ -254,6 +257,9 @@ pub(crate) const PROBE: &[Field] = &[
     served("proberesp", Text, "as the rule's"),
     served("probeTimeout", Whole(0, 3_600), "as the rule's"),
     served("probeRetries", Whole(0, 100), "as the rule's"),
+    served("probeRise", Whole(0, 100), "as the rule's"),
+    served("probeAnswerTimeout", Whole(0, 3_600), "as the rule's"),
+    served("expectedCodes", Text, "as the rule's"),
 ];
 
 /// The members of one of `allowedSources`.
@@ -267,7 +273,7 @@ pub(crate) const HOST: &[Field] = &[
     served("probeResp", Text, "text that an http answer must contain"),
     served("probePort", PORT_OR_NONE, "0: the endpoint's own"),
     served("probeDuration", Whole(0, 3_600), "seconds between probes; 0: 60"),
-    served("inactiveReTries", Whole(0, 100), "verdicts in a row that turn it; 0: 2"),
+    served("inactiveReTries", Whole(0, 100), "bad results in a row that turn it down; 0: 2"),
     stored("name", Text, "the answer names an endpoint by address, port and probe"),
     field("minDelay", Any, Part::ReadOnly, "of its probes"),
     field("avgDelay", Any, Part::ReadOnly, "of its probes"),

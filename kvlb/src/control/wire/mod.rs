@@ -139,6 +139,12 @@ pub(crate) struct ProbeArguments {
     pub(crate) probe_timeout: Option<u32>,
     #[serde(rename = "probeRetries")]
     pub(crate) probe_retries: Option<u32>,
+    #[serde(rename = "probeRise")]
+    pub(crate) probe_rise: Option<u32>,
+    #[serde(rename = "probeAnswerTimeout")]
+    pub(crate) probe_answer_timeout: Option<u32>,
+    #[serde(rename = "expectedCodes")]
+    pub(crate) expected_codes: Option<String>,
 }
 
 /// One of `endpoints`.

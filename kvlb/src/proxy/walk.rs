@@ -156,7 +156,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Try::Stale(back, target) => {
                     self.client.lane().meter.retried(Retry::StaleConnection);
                     parcel = back;
-                    (target, false)
+                    reached = match self.again(target).await {
+                        Err(End::Reply(reply)) => return fall_back(busy, reply),
+                        reached => reached?,
+                    };
+                    continue;
                 }
                 Try::Busy(mut held, back) => {
                     tried.push(held.target.position);
@@ -174,6 +178,22 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Err(End::Reply(reply)) => return fall_back(busy, reply),
                 reached => reached?,
             };
+        }
+    }
+
+    /// A fresh connection to an endpoint whose reused one died. Where there is none the endpoint itself has died, perhaps
+    /// with this request begun, and so nobody else is asked.
+    async fn again(&mut self, target: TargetOf<P>) -> Result<Reached<B, P>, End> {
+        self.client.phase.set(Phase::Connect);
+        self.arm(None, Limit::Total);
+        let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
+        match self.client.watch(None, Box::pin(connect)).await? {
+            Ok(leg) => Ok((leg, target)),
+            Err(ConnectFailure::Ours) => {
+                self.pass_over(Event::Unasked { position: target.position });
+                Err(nobody(0, true).into())
+            }
+            Err(_) => Err(self.died(target.position, None).into()),
         }
     }
 

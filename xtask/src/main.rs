@@ -2,6 +2,7 @@
 
 #![expect(clippy::print_stdout, reason = "a chore speaks to the person who runs it")]
 
+mod chaos;
 mod demo;
 mod ebpf;
 mod run;
@@ -24,6 +25,8 @@ struct Args {
 enum Chore {
     /// Rebuild the kernel programs, or check that the committed object is theirs
     BuildEbpf(ebpf::Args),
+    /// Break simulated engines at random under many clients, and judge what each client was told
+    Chaos(chaos::Args),
     /// Show the main job: kvlb in a network namespace of its own with three simulated engines
     Demo(demo::Args),
     /// Install what building the kernel programs or running the network tests needs and this machine lacks
@@ -35,6 +38,7 @@ enum Chore {
 fn main() -> ExitCode {
     let outcome = match Args::parse().chore {
         Chore::BuildEbpf(args) => ebpf::run(&args),
+        Chore::Chaos(args) => chaos::run(&args),
         Chore::Demo(args) => demo::run(&args),
         Chore::Setup(args) => setup::run(&args),
         Chore::Test(args) => test::run(&args),

@@ -110,6 +110,15 @@ impl Journal {
         self.inner().requests.iter().cloned().collect()
     }
 
+    /// Takes those that have ended.
+    pub(super) fn take_ended(&self) -> Vec<Seen> {
+        let mut inner = self.inner();
+        let (ended, running) =
+            std::mem::take(&mut inner.requests).into_iter().partition(|seen| seen.finished || seen.aborted);
+        inner.requests = running;
+        VecDeque::into(ended)
+    }
+
     fn change(&self, id: u64, change: impl FnOnce(&mut Seen)) {
         if let Some(seen) = self.inner().requests.iter_mut().rev().find(|seen| seen.id == id) {
             change(seen);

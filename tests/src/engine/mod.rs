@@ -154,7 +154,12 @@ impl Engine {
         self.inherited.journal.requests()
     }
 
-    /// How many requests are in each state.
+    /// Takes the requests that have ended out of what [`Engine::requests`] gives: a long run has more than it remembers.
+    pub fn take_ended(&self) -> Vec<Seen> {
+        self.inherited.journal.take_ended()
+    }
+
+    /// How many requests there are in each state.
     pub fn counters(&self) -> Counters {
         self.inherited.journal.counters()
     }

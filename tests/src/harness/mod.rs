@@ -1,6 +1,7 @@
 //! What every test needs: waiting for a condition with a deadline, free ports, exact HTTP bytes, network namespaces, and the real
 //! `kvlb` as a process.
 
+pub mod dice;
 pub mod http;
 pub mod kvlb;
 pub mod netns;

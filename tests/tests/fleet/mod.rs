@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use kvlb_tests::engine::{Digest, Engine, EngineConfig, Naming, Version};
+pub(crate) use kvlb_tests::harness::dice::Dice;
 use kvlb_tests::harness::http::{Answer, Client};
 use kvlb_tests::harness::kvlb::{Kvlb, KvlbConfig, binary};
 use kvlb_tests::harness::stage::Metrics;
@@ -486,28 +487,6 @@ impl Singles {
             stored.extend(names(&self.naming, &prompt));
         }
         Ok(stored)
-    }
-}
-
-/// Numbers that depend on nothing but the seed (xorshift, George Marsaglia 2003).
-pub(crate) struct Dice(u64);
-
-impl Dice {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    /// A number below `bound`.
-    pub(crate) fn below(&mut self, bound: u32) -> u32 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        u32::try_from((self.0 >> 32) % u64::from(bound)).unwrap_or(0)
-    }
-
-    /// True once in `times`.
-    pub(crate) fn once_in(&mut self, times: u32) -> bool {
-        self.below(times) == 0
     }
 }
 

@@ -114,7 +114,7 @@ impl Desk {
             shape,
             model,
             decision: None,
-            is_settled: false,
+            settled: None,
             logs: self.logs,
             earlier: Vec::new(),
             expectations: Vec::new(),
@@ -339,10 +339,10 @@ pub(super) struct Errand {
     shape: Shape,
     /// The model that the client asked for, where somebody looked.
     model: Option<String>,
-    /// The last choice, until one has been counted; for the access log also then.
+    /// The last choice, until one has been counted.
     decision: Option<Decision>,
-    /// It has been counted.
-    is_settled: bool,
+    /// That one, for the access log.
+    settled: Option<Box<Decision>>,
     /// There is an access log.
     logs: bool,
     /// Those before it, of endpoints that were tried.
@@ -464,7 +464,7 @@ impl Call for Errand {
         let rule = self.service.rule();
         let model = self.model.as_ref().or(rule.key.model.as_ref());
         let mut facts = Facts { rule: rule.id.0, model: model.map(|model| bounded(model)), ..Facts::default() };
-        let Some(decision) = &self.decision else { return Some(facts) };
+        let Some(decision) = self.settled.as_deref().or(self.decision.as_ref()) else { return Some(facts) };
         if let Some(miss) = decision.miss {
             (facts.reason, facts.detail) = (miss.reason.label(), miss.detail);
         }
@@ -642,16 +642,12 @@ impl Errand {
 
     /// Counts the choice that the request really went by, once.
     fn settle(&mut self) {
-        if self.is_settled {
-            return;
-        }
         let Some(decision) = self.decision.take() else { return };
-        self.is_settled = true;
         if self.counts {
             self.count(&decision);
         }
         if self.logs {
-            self.decision = Some(decision);
+            self.settled = Some(Box::new(decision));
         }
     }
 

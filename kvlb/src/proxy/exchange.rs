@@ -104,6 +104,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
             }
         };
         self.phase.set(Phase::Body);
+        self.note(|record| record.request_bytes = rest.len() as u64);
         let began = self.has_entry().then(clock::now);
         let (payload, passing) = match self.read_body(&head, rest, &survey).await? {
             Read::Whole(payload) => (payload, None),
@@ -128,7 +129,9 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
             if asks_for_models(&request.head)
                 && let Some(after) = Box::pin(self.list_models(&request)).await?
             {
-                self.note(|record| record.ended(access::End::Complete));
+                self.note(|record| {
+                    record.ended(if record.code.is_empty() { access::End::Complete } else { access::End::Refused });
+                });
                 return Ok(Taken::Answered(after));
             }
         }

@@ -73,7 +73,7 @@ fn number(digits: &[u8]) -> Option<u128> {
             b'a'..=b'f' => digit - b'a' + 10,
             _ => return None,
         };
-        Some(number << 4 | u128::from(value))
+        Some((number << 4) | u128::from(value))
     })
 }
 
@@ -98,7 +98,7 @@ impl Trace {
                 Self { trace_id, span_id, parent_id: Some(parent_id), flags }
             }
             None => {
-                let trace_id = u128::from(ids.next()) << 64 | u128::from(ids.next());
+                let trace_id = (u128::from(ids.next()) << 64) | u128::from(ids.next());
                 Self { trace_id, span_id, parent_id: None, flags: SAMPLED }
             }
         }

@@ -35,7 +35,7 @@ impl Sampling {
         match self {
             Self::Off => false,
             // The last bits are the random ones.
-            Self::OneIn(count) => trace_id % u128::from(count.get()) == 0,
+            Self::OneIn(count) => trace_id.is_multiple_of(count.get().into()),
             Self::Full => true,
         }
     }

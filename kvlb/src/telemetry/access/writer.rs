@@ -1,14 +1,15 @@
 //! The thread that writes.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Write};
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use prometheus::core::{AtomicU64, GenericCounter};
 
@@ -43,6 +44,9 @@ pub enum OpenError {
     /// The file cannot be opened.
     #[error("cannot open the access log {}", .0.display())]
     File(PathBuf, #[source] io::Error),
+    /// Standard output is not there.
+    #[error("cannot write the access log to standard output")]
+    Stdout(#[source] io::Error),
     /// The thread cannot be started.
     #[error("cannot start the access log's thread")]
     Thread(#[source] io::Error),
@@ -100,6 +104,7 @@ impl AccessLog {
             failed: drops("write_failed"),
             is_torn: false,
             is_failing: false,
+            is_stuck: false,
         };
         let thread = std::thread::Builder::new()
             .name("kvlb-access-log".to_owned())
@@ -216,7 +221,10 @@ struct Pen {
     failed: Counter,
     /// The last line was cut off by an error.
     is_torn: bool,
+    /// The last write failed, and that was told.
     is_failing: bool,
+    /// The file could not be opened again, and that was told.
+    is_stuck: bool,
 }
 
 impl Pen {
@@ -265,14 +273,15 @@ impl Pen {
             Ok(None) => {}
             Ok(Some(out)) => {
                 self.out = out;
-                self.is_torn = false;
+                (self.is_torn, self.is_stuck) = (false, false);
                 tracing::info!("the access log is opened again");
             }
             // What is open goes on: better a line in a renamed file than none.
             Err(error) => {
-                if !self.is_failing {
-                    tracing::warn!(%error, "the access log cannot be opened again");
+                if !self.is_stuck {
+                    tracing::warn!(%error, "the access log cannot be opened again: the file that is open goes on");
                 }
+                self.is_stuck = true;
             }
         }
     }
@@ -280,8 +289,8 @@ impl Pen {
 
 /// An open destination.
 enum Out {
-    Stdout,
-    File(PathBuf, File),
+    /// With the path that it was opened by, where it was.
+    File(Option<PathBuf>, File),
     #[cfg(test)]
     Other(Box<dyn Write + Send>),
 }
@@ -289,22 +298,21 @@ enum Out {
 impl Out {
     fn open(destination: &Destination) -> Result<Self, OpenError> {
         match destination {
-            Destination::Stdout => Ok(Self::Stdout),
+            // A descriptor of its own: nothing is held back in the library's buffer, so that each error is seen at once.
+            Destination::Stdout => match io::stdout().as_fd().try_clone_to_owned() {
+                Ok(stdout) => Ok(Self::File(None, stdout.into())),
+                Err(error) => Err(OpenError::Stdout(error)),
+            },
             Destination::File(path) => {
                 let file = open(path).map_err(|error| OpenError::File(path.clone(), error))?;
-                Ok(Self::File(path.clone(), file))
+                Ok(Self::File(Some(path.clone()), file))
             }
         }
     }
 
     /// Writes as much as it can; says how much that was.
     fn write_all(&mut self, bytes: &[u8]) -> (usize, io::Result<()>) {
-        let mut stdout;
         let out: &mut dyn Write = match self {
-            Self::Stdout => {
-                stdout = io::stdout().lock();
-                &mut stdout
-            }
             Self::File(_, file) => file,
             #[cfg(test)]
             Self::Other(out) => out,
@@ -318,15 +326,21 @@ impl Out {
                 Err(error) => return (done, Err(error)),
             }
         }
-        (done, out.flush())
+        (done, Ok(()))
+    }
+
+    fn path(&self) -> Option<(&Path, &File)> {
+        match self {
+            Self::File(path, file) => Some((path.as_deref()?, file)),
+            #[cfg(test)]
+            Self::Other(_) => None,
+        }
     }
 
     /// Whether the file is no longer the one at its path: somebody renamed or removed it.
     fn is_moved(&self) -> bool {
-        let Self::File(path, file) = self else { return false };
-        let same = |open: &std::fs::Metadata, there: &std::fs::Metadata| {
-            (open.dev(), open.ino()) == (there.dev(), there.ino())
-        };
+        let Some((path, file)) = self.path() else { return false };
+        let same = |open: &Metadata, there: &Metadata| (open.dev(), open.ino()) == (there.dev(), there.ino());
         match (file.metadata(), std::fs::metadata(path)) {
             (Ok(open), Ok(there)) => !same(&open, &there),
             (Ok(_), Err(error)) => error.kind() == io::ErrorKind::NotFound,
@@ -336,10 +350,8 @@ impl Out {
 
     /// The same path opened anew, where it is one.
     fn reopened(&self) -> io::Result<Option<Self>> {
-        match self {
-            Self::File(path, _) => open(path).map(|file| Some(Self::File(path.clone(), file))),
-            _ => Ok(None),
-        }
+        let Some((path, _)) = self.path() else { return Ok(None) };
+        open(path).map(|file| Some(Self::File(Some(path.to_owned()), file)))
     }
 }
 
@@ -373,7 +385,7 @@ mod tests {
     }
 
     fn eventually(what: &str, condition: impl Fn() -> bool) {
-        let give_up: Instant = clock::now() + PATIENCE;
+        let give_up = clock::now() + PATIENCE;
         while !condition() {
             assert!(clock::now() < give_up, "waited in vain for: {what}");
             std::thread::sleep(Duration::from_millis(2));

@@ -106,6 +106,10 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         drain_timeout: text("500ms"),
         decision_budget_ms: text("9"),
         text_cache_mib: text("4"),
+        access_log: text("full"),
+        access_log_file: Some("-".into()),
+        access_log_sample: text("8"),
+        trace_context: text("on"),
         log_format: text("text"),
         log_level: text("debug"),
     };
@@ -118,6 +122,8 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         (by_flag.drain_timeout, by_flag.kv.decision_budget),
         (Duration::from_millis(500), Duration::from_millis(9))
     );
+    assert_eq!(by_flag.access_log, AccessLog { sampling: Sampling::Full, destination: Destination::Stdout });
+    assert!(by_flag.trace_context && by_flag.warnings.len() == 1, "a sample of all is none: {:?}", by_flag.warnings);
     assert_eq!(by_flag.log_level, "debug");
     assert_eq!((by_flag.engine_key.as_deref(), by_flag.zero_touch), (Some("l"), Some(pool("[::]:81", &["c:1"]))));
 }

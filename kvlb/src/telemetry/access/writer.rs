@@ -488,7 +488,7 @@ mod tests {
         struct Stuck(mpsc::Receiver<()>);
         impl Write for Stuck {
             fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-                drop(self.0.recv());
+                assert!(self.0.recv().is_err());
                 Ok(bytes.len())
             }
             fn flush(&mut self) -> io::Result<()> {

@@ -5,11 +5,15 @@
 mod fleet;
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 
 use kvlb_tests::harness::http::{Client, Head};
-use kvlb_tests::harness::{eventually, temp_dir};
-use nix::sys::signal::Signal;
+use kvlb_tests::harness::kvlb::binary;
+use kvlb_tests::harness::{eventually, free_ports, temp_dir};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use fleet::trio::{all_quiet, completions, prompt};
@@ -264,16 +268,55 @@ async fn a_sample_holds_failures_and_engines_are_told_of_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn standard_output_holds_lines_alone_and_nothing_where_it_is_off() {
-    let fleet = logging(&["a"], &["--access-log", "full"]).await;
-    fleet.ask(&completion(&prompt(1), 1)).await.unwrap();
-    eventually(SOON, "a line", async || fleet.kvlb.log().contains("{\"time\":")).await.unwrap();
-    drop(fleet);
+async fn nothing_is_written_where_it_is_off() {
     let fleet = logging(&["a"], &[]).await;
     fleet.ask(&completion(&prompt(1), 1)).await.unwrap();
     all_quiet(&fleet).await;
     assert!(!fleet.kvlb.log().contains("{\"time\":"));
     assert_eq!(fleet.count("kvlb_access_log_lines_total").await.unwrap(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn standard_output_holds_lines_alone_the_last_ones_too() {
+    let dir = temp_dir().unwrap();
+    let (out, err) = (dir.path().join("out"), dir.path().join("err"));
+    let [api, vip, nobody] = free_ports().unwrap().map(|port| format!("127.0.0.1:{port}"));
+    let mut kvlb = Ended(
+        Command::new(binary("kvlb").unwrap())
+            .args(["up", "--datapath", "none", "--no-state", "--access-log", "full", "--api", &api])
+            .args(["--listen", &vip, "--endpoint", &format!("http://{nobody}")])
+            .stdin(Stdio::null())
+            .stdout(File::create(&out).unwrap())
+            .stderr(File::create(&err).unwrap())
+            .spawn()
+            .unwrap(),
+    );
+    let vip = vip.parse().unwrap();
+    eventually(SOON, "the VIP is served", async || Client::connect(vip).await.is_ok()).await.unwrap();
+    let count = 50;
+    for _ in 0..count {
+        let mut client = Client::connect(vip).await.unwrap();
+        client.request("GET", "/?key=SECRET", &[], b"").await.unwrap();
+        assert_eq!(client.answer().await.unwrap().head.status, 502);
+    }
+    kill(Pid::from_raw(kvlb.0.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
+    eventually(SOON, "kvlb ends", async || kvlb.0.try_wait().unwrap().is_some()).await.unwrap();
+    let written = lines(&out);
+    assert_eq!(written.len(), count, "{written:?}");
+    assert!(written.iter().all(|line| line["code"] == "backend_unreachable" && line["path"] == "/"), "{written:?}");
+    assert!(std::fs::read_to_string(&err).unwrap().contains("data thread"), "what was started is told aside");
+}
+
+/// A process that does not outlive its test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        // An error means that it has ended already.
+        if self.0.kill().is_ok() {
+            drop(self.0.wait());
+        }
+    }
 }
 
 /// The example of docs/access-log.md comes from here.

@@ -242,6 +242,11 @@ mod tests {
     }
 
     #[test]
+    fn a_record_is_small() {
+        assert!(size_of::<Record>() <= 640, "{} bytes", size_of::<Record>());
+    }
+
+    #[test]
     fn text_has_an_end_between_two_letters() {
         assert_eq!(&*bounded("/v1"), "/v1");
         assert_eq!(*bounded(&"é".repeat(10_000)), format!("{}…", "é".repeat(TEXT_MAX)));

@@ -258,13 +258,11 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
             (record.status, record.code) = (Some(reply.status()), reply.code());
             record.response_bytes = length as u64;
         });
-        match self.wait(self.stream.write_all(chunk)).await {
-            Ok((Ok(()), _chunk)) => self.after(closing),
-            _ => {
-                self.note(|record| record.ended(End::ClientLeft));
-                After::Gone
-            }
+        if let Ok((Ok(()), _chunk)) = self.wait(self.stream.write_all(chunk)).await {
+            return self.after(closing);
         }
+        self.note(|record| record.ended(End::ClientLeft));
+        After::Gone
     }
 
     /// Ends our side, and reads for a while what the client still sends.

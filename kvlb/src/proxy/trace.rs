@@ -79,6 +79,7 @@ fn number(digits: &[u8]) -> Option<u128> {
 
 /// The place of one request in its trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_field_names, reason = "these are the recommendation's names")]
 pub(super) struct Trace {
     /// Not zero.
     pub(super) trace_id: u128,
@@ -93,15 +94,11 @@ impl Trace {
     /// Goes on with the client's trace, or begins one.
     pub(super) fn new(parent: Option<Parent>, ids: &Ids) -> Self {
         let span_id = ids.next();
-        match parent {
-            Some(Parent { trace_id, span_id: parent_id, flags }) => {
-                Self { trace_id, span_id, parent_id: Some(parent_id), flags }
-            }
-            None => {
-                let trace_id = (u128::from(ids.next()) << 64) | u128::from(ids.next());
-                Self { trace_id, span_id, parent_id: None, flags: SAMPLED }
-            }
+        if let Some(Parent { trace_id, span_id: parent_id, flags }) = parent {
+            return Self { trace_id, span_id, parent_id: Some(parent_id), flags };
         }
+        let trace_id = (u128::from(ids.next()) << 64) | u128::from(ids.next());
+        Self { trace_id, span_id, parent_id: None, flags: SAMPLED }
     }
 
     /// The same; one that was begun here tells whether it is recorded.

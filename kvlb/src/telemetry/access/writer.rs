@@ -7,7 +7,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -185,10 +185,7 @@ fn write_until_end(records: &Receiver<Item>, wanted: &Wanted, pen: &mut Pen) {
             if batch.bytes.len() >= BATCH {
                 pen.write(&mut batch);
             }
-            next = match records.try_recv() {
-                Ok(item) => Some(item),
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => None,
-            };
+            next = records.try_recv().ok();
         }
         pen.write(&mut batch);
         if ends {
@@ -246,7 +243,7 @@ impl Pen {
         let lines = if result.is_ok() {
             batch.lines
         } else {
-            u64::try_from(done.iter().filter(|byte| **byte == b'\n').count()).unwrap_or(batch.lines)
+            u64::try_from(done.split(|byte| *byte == b'\n').skip(1).count()).unwrap_or(batch.lines)
         };
         self.is_torn |= done.last().is_some_and(|last| *last != b'\n');
         self.written.inc_by(lines);

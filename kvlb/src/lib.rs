@@ -20,7 +20,7 @@
 //! | room | one sentence |
 //! |---|---|
 //! | [`state`] | The table of services, fleets and inventories that edges write and read; every lock and atomic lives here. |
-//! | [`telemetry`] | Every metric family and the log set-up. |
+//! | [`telemetry`] | Every metric family, the log set-up and the access log. |
 //! | [`clock`] | The one reader of clocks. |
 //! | [`courtesy`] | Long work makes way for data threads. |
 //!

@@ -20,6 +20,7 @@ use crate::proxy::{
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
 use crate::state::{Expectation, InFlight, Onlooker, Service, State, Table, Unserved, ledger};
+use crate::telemetry::access::{Facts, bounded};
 use crate::tokenize::{self, Tokenizer};
 
 /// Bodies from this size on are decided on the worker pool: from JSON to names, 128 KiB that nobody has seen before take
@@ -46,12 +47,14 @@ pub(super) struct Desk {
     state: Arc<State>,
     steps: [Histogram; Step::ALL.len()],
     hash_debug: bool,
+    /// There is an access log.
+    logs: bool,
 }
 
 impl Desk {
-    pub(super) fn new(state: Arc<State>, hash_debug: bool) -> Self {
+    pub(super) fn new(state: Arc<State>, hash_debug: bool, logs: bool) -> Self {
         let steps = Step::ALL.map(|step| state.metrics.decision_seconds.with_label_values(&[step.label()]));
-        Self { state, steps, hash_debug }
+        Self { state, steps, hash_debug, logs }
     }
 
     /// Whether any rule of a request's VIP looks into bodies: for blocks, for the model, or for how many prompts count as load.
@@ -94,7 +97,14 @@ impl Desk {
         named
     }
 
-    fn call(&self, request: &Request, service: Arc<Service>, named: Result<Named, Miss>, shape: Shape) -> Errand {
+    fn call(
+        &self,
+        request: &Request,
+        service: Arc<Service>,
+        model: Option<String>,
+        named: Result<Named, Miss>,
+        shape: Shape,
+    ) -> Errand {
         let asks = request.head.method() == "POST" && openai::kind(request.head.path()) != Kind::Other;
         Errand {
             state: Arc::clone(&self.state),
@@ -102,7 +112,10 @@ impl Desk {
             named,
             client: request.arrival.client.ip(),
             shape,
+            model,
             decision: None,
+            settled: None,
+            logs: self.logs,
             earlier: Vec::new(),
             expectations: Vec::new(),
             predicted: None,
@@ -269,7 +282,7 @@ impl Backplane for Desk {
             |_miss| Shape::default(),
             |prompt| Shape { weight: prompt.weight(), streams: prompt.stream, reads_cache: prompt.reads_cache },
         );
-        Ok(self.call(request, service, named, shape))
+        Ok(self.call(request, service, model, named, shape))
     }
 
     fn begin_hastily(&self, request: &Request, haste: Haste) -> Result<Errand, Reply> {
@@ -281,7 +294,7 @@ impl Backplane for Desk {
             Haste::Budget => "budget",
             Haste::QueueFull => "queue_full",
         };
-        Ok(self.call(request, service, Err(Miss::because(Reason::Tokenize, detail)), Shape::default()))
+        Ok(self.call(request, service, model, Err(Miss::because(Reason::Tokenize, detail)), Shape::default()))
     }
 
     fn models(&self, request: &Request) -> Vec<Errand> {
@@ -295,7 +308,7 @@ impl Backplane for Desk {
             return Vec::new();
         }
         let unnamed = || Err(Miss::new(Reason::TextEmpty));
-        services.into_iter().map(|service| self.call(request, service, unnamed(), Shape::default())).collect()
+        services.into_iter().map(|service| self.call(request, service, None, unnamed(), Shape::default())).collect()
     }
 }
 
@@ -324,8 +337,14 @@ pub(super) struct Errand {
     named: Result<Named, Miss>,
     client: IpAddr,
     shape: Shape,
+    /// The model that the client asked for, where somebody looked.
+    model: Option<String>,
     /// The last choice, until one has been counted.
     decision: Option<Decision>,
+    /// That one, for the access log.
+    settled: Option<Box<Decision>>,
+    /// There is an access log.
+    logs: bool,
     /// Those before it, of endpoints that were tried.
     earlier: Vec<Decision>,
     /// What its answer will bring, at the endpoint chosen last.
@@ -349,7 +368,7 @@ impl Call for Errand {
             limits: Limits { ..rule.limits },
             forwarded_headers: rule.forwarded_headers,
             client_half_close: rule.client_half_close,
-            usage: self.counts && self.shape.reads_cache && self.shape.weight == 1 && rule.kv.mode != ExactMode::Off,
+            usage: self.counts && (self.logs || self.is_comparable()),
         }
     }
 
@@ -414,7 +433,7 @@ impl Call for Errand {
                     endpoint.meters.add_bytes(bytes);
                 }
                 self.settle();
-                if let Some(usage) = usage {
+                if let Some(usage) = usage.filter(|_| self.is_comparable()) {
                     self.compare(position, &usage);
                 }
                 tracing::debug!(
@@ -439,6 +458,29 @@ impl Call for Errand {
             | Event::ClientLeft { .. }
             | Event::CutOff { .. } => self.settle(),
         }
+    }
+
+    fn facts(&self) -> Option<Facts> {
+        let rule = self.service.rule();
+        let model = self.model.as_ref().or(rule.key.model.as_ref());
+        let mut facts = Facts { rule: rule.id.0, model: model.map(|model| bounded(model)), ..Facts::default() };
+        let Some(decision) = self.settled.as_deref().or(self.decision.as_ref()) else { return Some(facts) };
+        if let Some(miss) = decision.miss {
+            (facts.reason, facts.detail) = (miss.reason.label(), miss.detail);
+        }
+        if decision.endpoint.is_none() {
+            return Some(facts);
+        }
+        let count = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
+        let (blocks, tokens) = decision.prompts.iter().fold((0, 0), |(blocks, tokens): (u64, u64), prompt| {
+            (blocks.saturating_add(count(prompt.blocks)), tokens.saturating_add(count(prompt.tokens)))
+        });
+        (facts.tier, facts.depth, facts.blocks) = (decision.tier.label(), decision.depth, blocks);
+        if self.named.is_ok() {
+            facts.prompt_tokens = Some(tokens);
+            facts.predicted_cached_tokens = Some(self.predicted_tokens(decision.depth, tokens));
+        }
+        Some(facts)
     }
 }
 
@@ -557,11 +599,8 @@ impl Errand {
         else {
             return;
         };
-        let block = u64::from(self.service.rule().kv.block_size.get());
         let depth = self.predicted.filter(|(chosen, _)| *chosen == position).map_or(0, |(_, depth)| depth);
-        // An engine computes the last token anew, and with it the block that it is in.
-        let most = usage.prompt_tokens.saturating_sub(1) / block * block;
-        let predicted = (u64::from(depth) * block).min(most);
+        let predicted = self.predicted_tokens(depth, usage.prompt_tokens);
         let entry = ledger::Entry { prompt: usage.prompt_tokens, predicted, reported };
         if kv.ledger.enter(entry) {
             let place = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
@@ -572,6 +611,19 @@ impl Errand {
             );
             kv.distrust();
         }
+    }
+
+    /// Whether what the engine reports of its cache can be held against what was predicted.
+    fn is_comparable(&self) -> bool {
+        self.counts && self.shape.reads_cache && self.shape.weight == 1 && self.service.rule().kv.mode != ExactMode::Off
+    }
+
+    /// Tokens of a prompt that an engine with so many of its blocks need not compute.
+    fn predicted_tokens(&self, depth: u32, prompt_tokens: u64) -> u64 {
+        let block = u64::from(self.service.rule().kv.block_size.get());
+        // An engine computes the last token anew, and with it the block that it is in.
+        let most = prompt_tokens.saturating_sub(1) / block * block;
+        (u64::from(depth) * block).min(most)
     }
 
     /// Counts what the KV tier would have chosen and spared, on a rule where it only observes.
@@ -591,15 +643,21 @@ impl Errand {
     /// Counts the choice that the request really went by, once.
     fn settle(&mut self) {
         let Some(decision) = self.decision.take() else { return };
-        if !self.counts {
-            return;
+        if self.counts {
+            self.count(&decision);
         }
+        if self.logs {
+            self.settled = Some(Box::new(decision));
+        }
+    }
+
+    fn count(&mut self, decision: &Decision) {
         self.predicted = decision.endpoint.map(|position| (position, decision.depth));
         let metrics = &self.state.metrics;
         let blocks: usize = decision.prompts.iter().map(|prompt| prompt.blocks).sum();
         metrics.prompt_blocks.inc_by(blocks as u64);
         if self.service.rule().kv.observe {
-            self.count_observed(&decision);
+            self.count_observed(decision);
         }
         if let Some(miss) = decision.miss {
             metrics.miss_reasons.with_label_values(&[miss.reason.label()]).inc();

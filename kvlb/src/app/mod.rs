@@ -29,6 +29,7 @@ use crate::discover::Asker;
 use crate::kernel::Kernel;
 use crate::proxy::{self, Proxy};
 use crate::state::{self, State};
+use crate::telemetry::access::{AccessLog, Destination, Sampling, Writer};
 use crate::telemetry::{Metrics, init_logs};
 use crate::{clock, probe, staging};
 
@@ -84,7 +85,8 @@ fn run(config: Config) -> Result<()> {
     let store = open_store(&config, &state)?;
     let zero = config.zero_touch.clone().and_then(|pool| Zero::begin(pool, Arc::clone(&store)));
     let kernel = load_kernel(&config, &state, &runtime)?;
-    let proxy = start_proxy(&config, &state)?;
+    let (log, writer) = open_access_log(&config, &metrics)?.unzip();
+    let proxy = start_proxy(&config, &state, log.clone())?;
     let listener = runtime
         .block_on(TcpListener::bind(config.api))
         .with_context(|| format!("listen on the API address {}; --api names another", config.api))?;
@@ -101,16 +103,19 @@ fn run(config: Config) -> Result<()> {
         api: listener.local_addr().context("read the API's address")?,
         state_dir: config.state_dir.clone(),
     };
-    announce(&about, &metrics);
+    announce(&about, &metrics, writes_to_stdout(&config));
     let (stop_api, api_stopped) = oneshot::channel::<()>();
     let asker = learn::asker(config.engine_key.as_ref()).context("make a client for the engines")?;
     let prober = probe::Asker::new(config.engine_key.as_deref()).context("make a client for probes")?;
     let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref(), asker.clone(), config.kv.replay_offset));
     let api = Api::new(live, about);
     api.ready(store);
-    let parts = Parts { config, state, asker, prober, zero, kernel, proxy: Arc::new(proxy) };
+    let parts = Parts { config, state, asker, prober, zero, kernel, proxy: Arc::new(proxy), log };
     runtime.block_on(parts.serve(listener, api, api_stopped, stop_api))?;
     runtime.shutdown_timeout(CONTROL_STOP);
+    if let Some(writer) = writer {
+        writer.finish(CONTROL_STOP);
+    }
     tracing::info!("stopped");
     Ok(())
 }
@@ -124,6 +129,7 @@ struct Parts {
     zero: Option<Zero>,
     kernel: Option<Arc<Mutex<Kernel>>>,
     proxy: Arc<Proxy>,
+    log: Option<AccessLog>,
 }
 
 impl Parts {
@@ -136,11 +142,14 @@ impl Parts {
     ) -> Result<()> {
         let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let mut tasks = JoinSet::new();
-        let Self { config, state, asker, prober, zero, kernel, proxy } = self;
+        let Self { config, state, asker, prober, zero, kernel, proxy, log } = self;
         tasks.spawn(staging::keep_loaded(config.tokenizer_dir.clone(), Arc::clone(&state)));
         tasks.spawn(watch::keep_watching(Arc::clone(&state), prober, config.kv.replay_offset));
         if let Some(zero) = zero {
             tasks.spawn(zero.follow(Arc::clone(&state), asker.clone()));
+        }
+        if let Some(log) = log.filter(|_| !writes_to_stdout(&config)) {
+            tasks.spawn(reopen_on_hangup(log, signal(SignalKind::hangup())?));
         }
         tasks.spawn(learn::keep_learning(Arc::clone(&state), asker));
         // A datapath is on its way: whoever writes a rule from now on waits for it.
@@ -258,23 +267,46 @@ fn load_kernel(config: &Config, state: &State, runtime: &Runtime) -> Result<Opti
     }
 }
 
-fn start_proxy(config: &Config, state: &Arc<State>) -> Result<Proxy> {
+/// The access log, where it is wanted.
+fn open_access_log(config: &Config, metrics: &Metrics) -> Result<Option<(AccessLog, Writer)>> {
+    let wanted = &config.access_log;
+    AccessLog::open(wanted.sampling, &wanted.destination, metrics).context("--access-log-file")
+}
+
+/// Whether lines of the access log go to standard output, where nothing else may stand between them then.
+fn writes_to_stdout(config: &Config) -> bool {
+    let wanted = &config.access_log;
+    wanted.sampling != Sampling::Off && wanted.destination == Destination::Stdout
+}
+
+/// Opens the access log's file anew for each SIGHUP, as those who rotate logs expect. Without such a file SIGHUP ends kvlb,
+/// as it ends any program whose terminal goes.
+async fn reopen_on_hangup(log: AccessLog, mut hangup: tokio::signal::unix::Signal) {
+    while hangup.recv().await.is_some() {
+        log.reopen();
+    }
+}
+
+fn start_proxy(config: &Config, state: &Arc<State>, log: Option<AccessLog>) -> Result<Proxy> {
     let settings = proxy::Config {
         threads: config.threads,
         io: config.io,
         decision_budget: config.kv.decision_budget,
+        trace_context: config.trace_context,
+        access_log: log,
         ..proxy::Config::default()
     };
-    let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug));
+    let logs = config.access_log.sampling != Sampling::Off;
+    let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug, logs));
     let meter: Arc<dyn proxy::Meter> = Arc::new(ProxyMeter::new(Arc::clone(&state.metrics)));
     Proxy::start(settings, &desk, &meter).context("start the data threads")
 }
 
 /// Says what was started: on the terminal for people, in the log for machines, and as a metric.
-#[expect(clippy::print_stdout, reason = "the operator who starts kvlb is told what it does")]
-fn announce(about: &About, metrics: &Metrics) {
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "the operator who starts kvlb is told what it does")]
+fn announce(about: &About, metrics: &Metrics, aside: bool) {
     let version = env!("CARGO_PKG_VERSION");
-    println!(
+    let line = format!(
         "kvlb {version}: datapath {}, io {}, {} data thread{}, API http://{}",
         about.datapath,
         about.io,
@@ -282,6 +314,11 @@ fn announce(about: &About, metrics: &Metrics) {
         if about.threads == 1 { "" } else { "s" },
         about.api
     );
+    if aside {
+        eprintln!("{line}");
+    } else {
+        println!("{line}");
+    }
     metrics.build_info.with_label_values(&[version, about.datapath.as_str(), about.io.as_str()]).set(1);
     tracing::info!(version, datapath = about.datapath, io = about.io, threads = about.threads, api = %about.api, "started");
 }

@@ -69,6 +69,26 @@ pub struct UpFlags {
     #[arg(long, value_name = "KEY")]
     pub engine_key: Option<String>,
 
+    /// A line of JSON for each request: for none, for one in N and all that failed or were sent twice, or for all
+    /// [env: KVLB_ACCESS_LOG] [default: off]
+    #[arg(long, value_name = "WHICH", value_parser = ["off", "sampled", "full"])]
+    pub access_log: Option<String>,
+
+    /// Where these lines go: a file, which is opened anew on SIGHUP and when it was renamed, or - for standard output
+    /// [env: KVLB_ACCESS_LOG_FILE] [default: -]
+    #[arg(long, value_name = "FILE")]
+    pub access_log_file: Option<PathBuf>,
+
+    /// The N of --access-log sampled; instances with the same N choose the same traces
+    /// [env: KVLB_ACCESS_LOG_SAMPLE] [default: 100]
+    #[arg(long, value_name = "N")]
+    pub access_log_sample: Option<String>,
+
+    /// Pass W3C trace context on to engines, and begin a trace where a client has none; off: leave clients' fields alone
+    /// [env: KVLB_TRACE_CONTEXT] [default: on]
+    #[arg(long, value_name = "WHETHER", value_parser = ["on", "off"])]
+    pub trace_context: Option<String>,
+
     /// How log lines look [env: KVLB_LOG_FORMAT] [default: text]
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"])]
     pub log_format: Option<String>,

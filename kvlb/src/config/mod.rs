@@ -4,6 +4,7 @@
 //! with the environment ([`Config`], [`Client`]). The only reader of either. Invariant: a [`Config`] that exists is
 //! valid; a value that is not is refused by the name of its flag or variable, with what is allowed.
 
+mod access;
 mod engines;
 mod env;
 mod flags;
@@ -16,6 +17,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+pub use access::AccessLog;
 pub use engines::{Engines, ZeroTouch};
 pub use env::{ConfigError, Env};
 pub use flags::{ClientFlags, UpFlags};
@@ -62,6 +64,10 @@ pub struct Config {
     pub log_format: LogFormat,
     /// Which log lines are written: a level, or a list of `target=level`.
     pub log_level: String,
+    /// The access log.
+    pub access_log: AccessLog,
+    /// Engines are told of each request's W3C trace context.
+    pub trace_context: bool,
     /// Bytes that remember what prompts of late began with (`--text-cache-mib`).
     pub text_cache: usize,
     /// The engines' `--api-key`.
@@ -94,6 +100,7 @@ impl Config {
     pub fn new(flags: &UpFlags, env: &Env, cores: usize) -> Result<Self, ConfigError> {
         let both = Both { env };
         let path = |flag: Option<&Path>, variable, default: &str| both.path(flag, variable, default);
+        let (access_log, of_access_log) = AccessLog::read(flags, &both)?;
         Ok(Self {
             api: both.text("--api", flags.api.as_ref(), "KVLB_API")?.map_or_else(|| Ok(api_default()), |s| api(&s))?,
             state_dir: state_dir(flags, &both)?,
@@ -109,6 +116,10 @@ impl Config {
             log_level: both
                 .text("--log-level", flags.log_level.as_ref(), "KVLB_LOG_LEVEL")?
                 .map_or_else(|| Ok("info".to_owned()), |setting| log_level(&setting))?,
+            access_log,
+            trace_context: both
+                .text("--trace-context", flags.trace_context.as_ref(), "KVLB_TRACE_CONTEXT")?
+                .map_or(Ok(true), |setting| setting.switch())?,
             text_cache: both
                 .text("--text-cache-mib", flags.text_cache_mib.as_ref(), "KVLB_TEXT_CACHE_MIB")?
                 .map_or(Ok(TEXT_CACHE_MIB), |setting| setting.number(1, 1 << 20))
@@ -122,7 +133,7 @@ impl Config {
             prefill_timeout: Duration::from_secs(
                 env.setting("LLB_PD_PREFILL_TIMEOUT_SEC")?.map_or(Ok(30), |setting| setting.number(1, 86_400))?,
             ),
-            warnings: warnings(env),
+            warnings: warnings(env).into_iter().chain(of_access_log).collect(),
         })
     }
 }
@@ -134,7 +145,7 @@ const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll"
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 18] = [
+const TWINS: [&str; 22] = [
     "KVLB_API",
     "KVLB_TOKENIZER_DIR",
     "KVLB_STATE_DIR",
@@ -146,6 +157,10 @@ const TWINS: [&str; 18] = [
     "KVLB_DRAIN_TIMEOUT",
     "KVLB_DECISION_BUDGET_MS",
     "KVLB_TEXT_CACHE_MIB",
+    "KVLB_ACCESS_LOG",
+    "KVLB_ACCESS_LOG_FILE",
+    "KVLB_ACCESS_LOG_SAMPLE",
+    "KVLB_TRACE_CONTEXT",
     "KVLB_LOG_FORMAT",
     "KVLB_LOG_LEVEL",
     "KVLB_ENGINE_KEY",

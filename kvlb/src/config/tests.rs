@@ -1,8 +1,11 @@
 //! Flags and variables, one by one.
 
+use std::num::NonZeroU64;
+
 use super::*;
 use crate::contract::NoneSeed;
 use crate::policy::{Blend, Settings};
+use crate::telemetry::access::{Destination, Sampling};
 
 fn with_env<'a>(variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Config, ConfigError> {
     Config::new(&UpFlags::default(), &Env::of(variables), 2)
@@ -22,6 +25,8 @@ fn nothing_set_is_the_documented_default() {
         drain_timeout: Duration::from_secs(30),
         log_format: LogFormat::Text,
         log_level: "info".to_owned(),
+        access_log: AccessLog { sampling: Sampling::Off, destination: Destination::Stdout },
+        trace_context: true,
         text_cache: 256 << 20,
         engine_key: None,
         zero_touch: None,
@@ -61,6 +66,10 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         ("KVLB_DRAIN_TIMEOUT", "2m"),
         ("KVLB_DECISION_BUDGET_MS", "5"),
         ("KVLB_TEXT_CACHE_MIB", "3"),
+        ("KVLB_ACCESS_LOG", "sampled"),
+        ("KVLB_ACCESS_LOG_FILE", "/a"),
+        ("KVLB_ACCESS_LOG_SAMPLE", "7"),
+        ("KVLB_TRACE_CONTEXT", "off"),
         ("KVLB_LOG_FORMAT", "json"),
         ("KVLB_LOG_LEVEL", "warn,kvlb::ingest=debug"),
         ("KVLB_ENGINE_KEY", "k"),
@@ -76,6 +85,9 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!(by_env.log_level, "warn,kvlb::ingest=debug");
     assert_eq!((by_env.engine_key.as_deref(), by_env.text_cache), (Some("k"), 3 << 20));
     assert_eq!(by_env.zero_touch, Some(pool("10.0.0.1:80", &["a:8000", "b:8000"])));
+    let seventh = Sampling::OneIn(NonZeroU64::new(7).unwrap());
+    assert_eq!(by_env.access_log, AccessLog { sampling: seventh, destination: Destination::File("/a".into()) });
+    assert!(!by_env.trace_context);
     assert!(by_env.warnings.is_empty());
 
     let text = |text: &str| Some(text.to_owned());
@@ -94,6 +106,10 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         drain_timeout: text("500ms"),
         decision_budget_ms: text("9"),
         text_cache_mib: text("4"),
+        access_log: text("full"),
+        access_log_file: Some("-".into()),
+        access_log_sample: text("8"),
+        trace_context: text("on"),
         log_format: text("text"),
         log_level: text("debug"),
     };
@@ -106,6 +122,8 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         (by_flag.drain_timeout, by_flag.kv.decision_budget),
         (Duration::from_millis(500), Duration::from_millis(9))
     );
+    assert_eq!(by_flag.access_log, AccessLog { sampling: Sampling::Full, destination: Destination::Stdout });
+    assert!(by_flag.trace_context && by_flag.warnings.len() == 1, "a sample of all is none: {:?}", by_flag.warnings);
     assert_eq!(by_flag.log_level, "debug");
     assert_eq!((by_flag.engine_key.as_deref(), by_flag.zero_touch), (Some("l"), Some(pool("[::]:81", &["c:1"]))));
 }

@@ -10,6 +10,7 @@ use super::buffer::{Chunk, Lease};
 use super::http::{Head, Reply};
 use super::usage::Usage;
 use crate::fleet::Limits;
+use crate::telemetry::access::Facts;
 
 /// The rest of kvlb, as the proxy sees it. Every method may be called by all data threads at once, and but for
 /// [`Backplane::begin`] of a heavy request none may take longer than microseconds.
@@ -64,6 +65,11 @@ pub trait Call: Send + 'static {
 
     /// Hears what happened: see [`Event`] for what is told when, and what is promised.
     fn report(&mut self, event: Event);
+
+    /// What the access log shall say of the request. Asked where there is one, behind the last event.
+    fn facts(&self) -> Option<Facts> {
+        None
+    }
 }
 
 /// Where a connection came in.

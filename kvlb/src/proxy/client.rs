@@ -13,8 +13,10 @@ use super::exchange::Exchanged;
 use super::http::{Closing, Head, Reply};
 use super::io::{Backend, Leaving, Stream};
 use super::lane::{Lane, Order, Seat};
+use super::meter::Retry;
 use super::upload::Upload;
 use crate::clock;
+use crate::telemetry::access::{End, Record};
 
 /// Room in front of a request, beyond its head's own length, for what its head grows by on the way.
 pub(super) const FRONT: usize = 256;
@@ -47,6 +49,8 @@ pub(super) struct Client<'s, B: Backend, P: Backplane> {
     wish: Cell<Closing>,
     /// The request has come in whole: what follows on the connection is the next one. Until then it must be closed.
     whole: Cell<bool>,
+    /// What the access log will say of it.
+    pub(super) entry: Cell<Option<Box<Record>>>,
 }
 
 /// Why a wait ended before what it waited for.
@@ -93,6 +97,7 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
         expects_continue: Cell::new(false),
         wish: Cell::new(Closing::Close),
         whole: Cell::new(false),
+        entry: Cell::new(None),
     };
     while client.next_request().await {
         // Boxed, so that a connection between two requests holds none of this.
@@ -100,6 +105,7 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
             Exchanged::Answer(relay) => relay.run().await,
             Exchanged::Done(after) => after,
         };
+        client.close_entry();
         match after {
             After::KeepAlive => {}
             // Bytes that nobody reads would have the kernel reset the connection, and the end of the answer with it.
@@ -159,6 +165,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         self.to_head.set(false);
         self.wish.set(Closing::Close);
         self.whole.set(false);
+        self.open_entry();
     }
 
     /// Learns how answers to this request must look.
@@ -233,6 +240,12 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         Watch { client: self, upload: None, task, see_leaving: false }
     }
 
+    /// A request goes elsewhere, or out once more.
+    pub(super) fn retried(&self, cause: Retry) {
+        self.lane().meter.retried(cause);
+        self.note(|record| record.retries += 1);
+    }
+
     /// Sends an answer of ours.
     pub(super) async fn reply(&self, reply: &Reply) -> After {
         let closing = self.closing();
@@ -240,10 +253,16 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         self.alarm.set(Some((clock::now() + REPLY_LIMIT, Limit::Reply)));
         let own_code = if reply.code().is_empty() { None } else { Some(reply.code()) };
         self.lane().meter.answered(reply.status(), own_code);
-        match self.wait(self.stream.write_all(chunk)).await {
-            Ok((Ok(()), _chunk)) => self.after(closing),
-            _ => After::Gone,
+        let length = if self.to_head.get() { 0 } else { reply.body_len() };
+        self.note(|record| {
+            (record.status, record.code) = (Some(reply.status()), reply.code());
+            record.response_bytes = length as u64;
+        });
+        if let Ok((Ok(()), _chunk)) = self.wait(self.stream.write_all(chunk)).await {
+            return self.after(closing);
         }
+        self.note(|record| record.ended(End::ClientLeft));
+        After::Gone
     }
 
     /// Ends our side, and reads for a while what the client still sends.

@@ -22,6 +22,13 @@ pub(super) struct Leg<S> {
     pub(super) reused: bool,
 }
 
+impl<S> Leg<S> {
+    /// The endpoint's address that it goes to.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
 impl<B: Backend, P: Backplane> Lane<B, P> {
     /// A connection that waits for another request, still open and silent.
     pub(super) fn waiting_leg(&self, addresses: &Addresses, now: Instant) -> Option<Leg<B::Stream>> {

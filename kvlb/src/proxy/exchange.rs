@@ -17,6 +17,7 @@ use super::models::asks_for_models;
 use super::relay::Relay;
 use super::walk::{Walk, Walked};
 use crate::clock;
+use crate::telemetry::access;
 
 /// Why an exchange ended before its answer was relayed whole.
 pub(super) enum End {
@@ -88,8 +89,9 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     }
 
     async fn take_request(&self) -> Result<Taken<'_, 's, B, P>, End> {
-        let (head, rest) = self.read_head().await?;
+        let (mut head, rest) = self.read_head().await?;
         self.learn(&head);
+        self.introduce(&mut head);
         let survey = match self.lane().backplane.survey(&head, &self.arrival) {
             Ok(survey) => survey,
             Err(reply) => {
@@ -102,10 +104,20 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
             }
         };
         self.phase.set(Phase::Body);
+        self.note(|record| record.request_bytes = rest.len() as u64);
+        let began = self.has_entry().then(clock::now);
         let (payload, passing) = match self.read_body(&head, rest, &survey).await? {
             Read::Whole(payload) => (payload, None),
             Read::Passing(passing, why) => (Payload::Unseen(why), Some(passing)),
         };
+        self.note(|record| {
+            record.body = began.map(|began| clock::now().saturating_duration_since(began));
+            record.request_bytes = match (&payload, &passing) {
+                (Payload::Whole { body, .. }, _) => body.len() as u64,
+                (_, Some(passing)) => passing.payload.len() as u64,
+                (Payload::Unseen(_), None) => 0,
+            };
+        });
         self.alarm.set(None);
         self.phase.set(Phase::Decide);
         let request = Arc::new(Request { head, arrival: self.arrival, payload });
@@ -117,11 +129,16 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
             if asks_for_models(&request.head)
                 && let Some(after) = Box::pin(self.list_models(&request)).await?
             {
+                self.note(|record| {
+                    record.ended(if record.code.is_empty() { access::End::Complete } else { access::End::Refused });
+                });
                 return Ok(Taken::Answered(after));
             }
         }
         let began = clock::now();
-        let walk = Walk::new(self, self.decide(&request).await?, began);
+        let decided = self.decide(&request).await;
+        self.note(|record| record.decide = Some(clock::now().saturating_duration_since(began)));
+        let walk = Walk::new(self, decided?, began);
         self.leaving.set(if walk.terms.client_half_close { Leaving::Broken } else { Leaving::HalfClose });
         let sending = self.compose(request, passing, &walk.terms).await;
         Ok(Taken::Decided(walk, sending))
@@ -129,8 +146,12 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
 
     /// Gives the client what an end leaves it.
     async fn conclude(&self, end: End) -> After {
+        self.note_end(&end);
         match end {
-            End::Quiet => After::Gone,
+            End::Quiet => {
+                self.forget_entry();
+                After::Gone
+            }
             End::Stopped(Stop::Ordered) | End::BrokenOff { reset: false } => After::Close,
             End::Stopped(Stop::Left) => {
                 self.lane().meter.client_left(self.phase.get());
@@ -147,6 +168,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
 impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     /// Gives the client what an end leaves it, and tells the rule.
     pub(super) async fn conclude(&mut self, end: End) -> After {
+        self.client.note_end(&end);
         self.tell(&end);
         self.client.conclude(end).await
     }

@@ -167,7 +167,10 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         }
         self.alarm.set(Some((clock::now() + survey.body_limit, Limit::Body)));
         match self.wait(self.stream.read(body)).await? {
-            (Ok(count), body) if count > 0 => Ok(body),
+            (Ok(count), body) if count > 0 => {
+                self.note(|record| record.request_bytes += count as u64);
+                Ok(body)
+            }
             (_end_or_error, _body) => Err(Stop::Left.into()),
         }
     }

@@ -21,6 +21,7 @@ use super::hold::Holds;
 use super::idle::{Bounds, Idle};
 use super::io::{Backend, Listener, Stream};
 use super::meter::{Meter, Pulse, Refused};
+use super::trace::Ids;
 use super::workers::Workers;
 use super::{Config, Link};
 use crate::clock;
@@ -101,6 +102,7 @@ pub(super) struct Lane<B: Backend, P: Backplane> {
     pub(super) idle: RefCell<Idle<B::Stream>>,
     holds: Rc<Holds>,
     scratch: Cell<Vec<u8>>,
+    pub(super) ids: Ids,
     number: usize,
     posts: RefCell<Posts>,
     draining: Cell<bool>,
@@ -261,6 +263,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             idle: RefCell::new(Idle::new(bounds)),
             holds: Rc::new(Holds::on(place)),
             scratch: Cell::default(),
+            ids: Ids::new(),
             number,
             posts: RefCell::default(),
             draining: Cell::new(false),
@@ -278,6 +281,12 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
     /// Takes that memory back.
     pub(super) fn keep_scratch(&self, scratch: Vec<u8>) {
         self.scratch.set(scratch);
+    }
+
+    /// Whether endpoints are told to record a trace that begins here. Where all requests or none have a line they are: whoever
+    /// heeds it would else record nothing.
+    pub(super) fn records(&self, trace_id: u128) -> bool {
+        self.config.access_log.as_ref().is_none_or(|log| log.sampling().picks(trace_id))
     }
 
     /// Whether the thread is about to end: no connection is kept for another request.

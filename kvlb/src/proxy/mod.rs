@@ -2,8 +2,8 @@
 //!
 //! One data thread per core, each with its own runtime, listeners and connections ([`lane`]); nothing is shared but the
 //! [`Backplane`], which is the rest of kvlb as the proxy sees it. A connection is one task: [`client`] takes one request
-//! after the other, [`exchange`] sees one of them through. Sockets are behind [`io`], with io_uring ([`ring`]) and epoll
-//! ([`epoll`]) behind that.
+//! after the other, [`exchange`] sees one of them through, [`entry`] notes down what the access log says of it. Sockets are
+//! behind [`io`], with io_uring ([`ring`]) and epoll ([`epoll`]) behind that.
 //!
 //! Held here, whatever comes from outside: the client's bytes reach the engine unchanged and the engine's bytes the client
 //! at once; a request that an engine may have started is never sent again; a broken answer never ends cleanly; a client that
@@ -15,6 +15,7 @@ mod backplane;
 mod buffer;
 mod client;
 mod connect;
+mod entry;
 mod epoll;
 mod exchange;
 mod hold;
@@ -29,6 +30,7 @@ mod relay;
 mod ring;
 #[cfg(test)]
 mod suite;
+mod trace;
 mod upload;
 mod usage;
 mod walk;
@@ -62,6 +64,7 @@ use self::lane::{Command, Shared};
 use self::ring::Uring;
 use self::workers::Workers;
 use crate::courtesy::Cores;
+use crate::telemetry::access::AccessLog;
 
 /// Connections that may wait to be accepted, the kernel's own bound permitting (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
@@ -97,6 +100,10 @@ pub struct Config {
     pub decision_queue: usize,
     /// A decision may take this long (`KVLB_DECISION_BUDGET_MS`). Default 20 ms.
     pub decision_budget: Duration,
+    /// Endpoints are told of each request's W3C trace context; else what clients say of it goes on as it is. Default on.
+    pub trace_context: bool,
+    /// The access log, where there is one.
+    pub access_log: Option<AccessLog>,
 }
 
 impl Default for Config {
@@ -115,6 +122,8 @@ impl Default for Config {
             decision_threads: 2,
             decision_queue: 256,
             decision_budget: Duration::from_millis(20),
+            trace_context: true,
+            access_log: None,
         }
     }
 }

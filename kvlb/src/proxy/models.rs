@@ -41,7 +41,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         }
         let (mut lists, mut other) = (Vec::new(), None);
         for call in calls {
-            let mut walk = Walk::new(self, call, clock::now());
+            let mut walk = Walk::part(self, call, clock::now());
             let fetched = walk.fetch_models(&request.head).await.inspect_err(|end| walk.tell(end));
             match fetched {
                 Ok(List::Models(list)) => lists.push(list),

@@ -8,7 +8,7 @@ use super::backplane::{Backplane, Event, Phase};
 use super::buffer::{Chunk, LARGE, MEDIUM, SMALL};
 use super::client::{After, Stop};
 use super::exchange::End;
-use super::http::{AnswerBody, AnswerError, Closing};
+use super::http::{AnswerBody, AnswerError, Closing, Medium};
 use super::io::{Backend, Stream};
 use super::meter::Direction;
 use super::upload::Upload;
@@ -47,13 +47,22 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.client.phase.set(Phase::Stream);
         let body = held.answer.head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut flow = Flow { body, excess: false, passed: 0, tail: self.tail(held) };
+        let mut flow = Flow { body, excess: false, head: 0, passed: 0, tail: self.tail(held) };
+        let streams =
+            self.client.has_entry() && held.answer.head.medium(held.answer.bytes.bytes()) == Some(Medium::Events);
         let mut piece = self.first_piece(held, &mut flow, closing)?;
+        self.note_endpoint(&held.leg, position);
+        self.note(|record| (record.status, record.wait, record.streams) = (Some(status), Some(waited), streams));
         self.report(Event::Answered { position, status, waited });
+        let mut notes_body = self.client.has_entry();
         let broken = loop {
             self.arm_pause();
             if !piece.is_empty() {
                 flow.passed += piece.len() as u64;
+                if notes_body && flow.passed > flow.head {
+                    notes_body = false;
+                    self.note(|record| record.first_byte = Some(clock::now().saturating_duration_since(record.began)));
+                }
                 match self.client.watch(upload.as_deref_mut(), self.client.stream.write_all(piece)).await {
                     Ok((Ok(()), back)) => piece = back,
                     Ok((Err(_gone), _piece)) => break Broken::Stopped(Stop::Left),
@@ -96,6 +105,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         let mut front = self.client.lane().scratch();
         held.answer.head.write_for_client(bytes.bytes(), &mut front, &flow.body, closing, &held.target.fields);
         bytes.consume(held.answer.head.length);
+        flow.head = front.len() as u64;
         let first = flow.take(bytes).map(|mut piece| {
             piece.prepend(&front);
             piece
@@ -109,10 +119,15 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     /// The client has all of it: only now is the end looked at.
     fn finished(&mut self, held: &mut Held<B, P>, flow: Flow, closing: Closing) -> After {
         held.spoilt |= flow.excess;
-        self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
+        self.note_passed(&flow);
         let usage = flow.tail.and_then(|tail| tail.usage());
         self.report(Event::Finished { position: held.target.position, bytes: flow.passed, usage });
         self.client.after(closing)
+    }
+
+    fn note_passed(&self, flow: &Flow) {
+        self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
+        self.note(|record| record.response_bytes = flow.passed.saturating_sub(flow.head));
     }
 
     /// Keeps an endpoint's connection for another request, where it is fit for one.
@@ -124,7 +139,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 
     /// The client has seen the answer's beginning: whatever ended it, no answer of ours can follow.
     fn broke_off(&mut self, broken: Broken, position: usize, flow: &Flow) -> End {
-        self.client.lane().meter.relayed(Direction::ToClient, flow.passed);
+        self.note_passed(flow);
         match broken {
             Broken::Stopped(Stop::Left) => return Stop::Left.into(),
             Broken::Stopped(Stop::TimedOut(limit)) if limit.is_for_endpoint() => {
@@ -151,6 +166,9 @@ enum Broken {
 struct Flow {
     body: AnswerBody,
     excess: bool,
+    /// Bytes of the head as the client gets it.
+    head: u64,
+    /// Bytes passed on, the head among them.
     passed: u64,
     tail: Option<Box<Tail>>,
 }

@@ -256,6 +256,7 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
             let count = usize::try_from(left).unwrap_or(usize::MAX).min(piece.len());
             self.client.carry_over(&piece.bytes()[count..]);
             piece.truncate(count);
+            self.client.note(|record| record.request_bytes += count as u64);
             left -= count as u64;
             self.write(piece).await?;
         }
@@ -270,6 +271,7 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
             let (payload, used) = chunked.decode(raw.bytes_mut()).map_err(|_malformed| Uploaded::Malformed)?;
             self.client.carry_over(&raw.bytes()[used..]);
             raw.truncate(payload);
+            self.client.note(|record| record.request_bytes += payload as u64);
             if payload > 0 {
                 frame(&mut raw);
             }

@@ -38,6 +38,8 @@ pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
     pub(super) position: Option<usize>,
     /// The call has heard its last event.
     over: bool,
+    /// What happens to it is the client's request's story; a part of a joined answer is not.
+    pub(super) is_story: bool,
 }
 
 /// A target of this backplane's calls.
@@ -94,7 +96,12 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     pub(super) fn new(client: &'a Client<'s, B, P>, call: P::Call, began: Instant) -> Self {
         let terms = call.terms();
         let total = terms.limits.total.map(|limit| began + limit);
-        Self { client, call, terms, began, total, position: None, over: false }
+        Self { client, call, terms, began, total, position: None, over: false, is_story: true }
+    }
+
+    /// The same for a part of an answer that is joined here.
+    pub(super) fn part(client: &'a Client<'s, B, P>, call: P::Call, began: Instant) -> Self {
+        Self { is_story: false, ..Self::new(client, call, began) }
     }
 
     /// Tells the rule what happened. Nothing follows the last event.
@@ -103,6 +110,9 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         if !self.over {
             self.over = event.is_last();
             self.call.report(event);
+            if self.over && self.is_story {
+                self.client.note_last(&event, &self.call);
+            }
         }
     }
 
@@ -154,7 +164,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Try::Walked(walked) => return Ok(walked),
                 Try::Failed(reply) => return fall_back(busy, reply),
                 Try::Stale(back, target) => {
-                    self.client.lane().meter.retried(Retry::StaleConnection);
+                    self.client.retried(Retry::StaleConnection);
                     parcel = back;
                     reached = match self.again(target).await {
                         Err(End::Reply(reply)) => return fall_back(busy, reply),
@@ -204,7 +214,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             self.pass_over(Event::Unasked { position: other.position });
             return None;
         }
-        self.client.lane().meter.retried(Retry::Busy);
+        self.client.retried(Retry::Busy);
         Some(other)
     }
 
@@ -321,14 +331,21 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             let next = next.take().or_else(|| self.choose(tried));
             let Some(target) = next else { return Err(nobody(failed, ours).into()) };
             if failed > 0 {
-                self.client.lane().meter.retried(Retry::Connect);
+                self.client.retried(Retry::Connect);
             }
             if reuse && let Some(leg) = self.client.lane().waiting_leg(&target.addresses, began) {
+                self.note_endpoint(&leg, target.position);
                 return Ok((leg, target));
             }
+            let since = self.client.has_entry().then(clock::now);
             let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
-            let failure = match self.client.watch(None, Box::pin(connect)).await? {
-                Ok(leg) => return Ok((leg, target)),
+            let connected = self.client.watch(None, Box::pin(connect)).await;
+            self.note_connect(since);
+            let failure = match connected? {
+                Ok(leg) => {
+                    self.note_endpoint(&leg, target.position);
+                    return Ok((leg, target));
+                }
                 Err(failure) => failure,
             };
             if failure == ConnectFailure::Ours {

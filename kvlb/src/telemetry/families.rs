@@ -173,6 +173,12 @@ families! {
     /// Connections that the kernel did not steer although the VIP is ours, by VIP.
     not_steered: counters("kvlb_kernel_not_steered_total", ["vip"]);
 
+    // The access log.
+    /// Lines of the access log that were written.
+    access_log_lines: counter("kvlb_access_log_lines_total");
+    /// Lines of the access log that were not, by cause.
+    access_log_dropped: counters("kvlb_access_log_dropped_total", ["reason"]);
+
     // The process.
     /// 1 for each degraded state that holds now.
     degraded: gauges("kvlb_degraded", ["what"]);

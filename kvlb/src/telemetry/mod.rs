@@ -1,9 +1,10 @@
-//! Every metric family and the log set-up.
+//! Every metric family, the log set-up and the access log.
 //!
 //! Families of the source document keep its names and labels exactly; everything of our own is `kvlb_*`, with base
 //! units and bounded labels. Counters are incremented where things happen; gauges of live state are set when a page is
 //! rendered, from what `state` holds, so that a series goes when its rule goes.
 
+pub mod access;
 mod families;
 mod logs;
 

@@ -45,7 +45,7 @@ impl WallTime {
     }
 
     /// The time as C's `strftime` writes it in the C locale; `None` for a conversion that is not known here.
-    pub(super) fn format(self, format: &str) -> Option<String> {
+    pub(crate) fn format(self, format: &str) -> Option<String> {
         let (year, month, day) = self.civil();
         let second = self.seconds.rem_euclid(DAY);
         let weekday = WEEKDAYS[usize::try_from(self.seconds.div_euclid(DAY).rem_euclid(7)).unwrap_or(0)];

@@ -39,6 +39,8 @@ pub(super) enum Kind {
     AcceptEncoding,
     ForwardedFor,
     ForwardedProto,
+    TraceParent,
+    TraceState,
     /// For this connection only.
     Hop,
 }
@@ -53,6 +55,8 @@ impl Kind {
             7 if is("upgrade") => Self::Upgrade,
             10 if is("connection") => Self::Connection,
             10 if is("keep-alive") => Self::Hop,
+            10 if is("tracestate") => Self::TraceState,
+            11 if is("traceparent") => Self::TraceParent,
             14 if is("content-length") => Self::ContentLength,
             15 if is("x-forwarded-for") => Self::ForwardedFor,
             15 if is("accept-encoding") => Self::AcceptEncoding,
@@ -153,9 +157,9 @@ impl<'a> Fields<'a> {
         for line in self.lines {
             let gone = match line.kind {
                 Kind::Hop | Kind::Connection | Kind::Upgrade | Kind::TransferEncoding | Kind::ContentLength => true,
-                Kind::Other => {
+                kind @ (Kind::Other | Kind::TraceParent | Kind::TraceState) => {
                     let name = &self.head[line.name.range()];
-                    named.iter().any(|named| named.eq_ignore_ascii_case(name))
+                    named.iter().any(|named| named.eq_ignore_ascii_case(name)) || drop(kind)
                 }
                 kind => drop(kind),
             };

@@ -45,6 +45,11 @@ impl Reply {
         self.code
     }
 
+    /// Bytes of the body.
+    pub(in crate::proxy) fn body_len(&self) -> usize {
+        self.body.len()
+    }
+
     /// The bytes to send. `to_head`: the request was a HEAD, so the body stays away and its length is told.
     pub(in crate::proxy) fn write(&self, to_head: bool, closing: super::Closing) -> Vec<u8> {
         let connection = match closing {

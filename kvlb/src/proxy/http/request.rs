@@ -3,6 +3,7 @@
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 
+use super::super::trace::{Parent, Trace};
 use super::fields::{Fields, Kind, Lines, NAMED_MAX, Span, content_length, write_field};
 use super::{FIELDS_MAX, HEAD_MAX, METHOD_MAX, TARGET_MAX};
 
@@ -109,6 +110,8 @@ pub struct Head {
     http_1_0: bool,
     keep_alive: bool,
     expects_continue: bool,
+    /// What the endpoint is told of the request's trace; `None`: what the client says goes on as it is.
+    trace: Option<Trace>,
 }
 
 impl Head {
@@ -177,6 +180,21 @@ impl Head {
         self.expects_continue
     }
 
+    /// What the client says of the request's trace, where it makes sense.
+    pub(in crate::proxy) fn parent(&self) -> Option<Parent> {
+        Parent::of(self.fields().of_kind(Kind::TraceParent))
+    }
+
+    /// What the endpoint is told of the request's trace.
+    pub(in crate::proxy) fn trace(&self) -> Option<&Trace> {
+        self.trace.as_ref()
+    }
+
+    /// The endpoint is told this of the request's trace.
+    pub(in crate::proxy) fn set_trace(&mut self, trace: Trace) {
+        self.trace = Some(trace);
+    }
+
     fn text(&self, span: Span) -> &str {
         // httparse hands out nothing else than UTF-8 here.
         std::str::from_utf8(&self.bytes[span.range()]).unwrap_or_default()
@@ -205,8 +223,14 @@ impl Head {
             Kind::Expect => !forward.expect_continue,
             Kind::ForwardedFor => forward.client.is_some(),
             Kind::AcceptEncoding => forward.read_here,
+            Kind::TraceParent => self.trace.is_some(),
+            // It belongs to the client's trace.
+            Kind::TraceState => self.trace.is_some_and(|trace| trace.parent_id.is_none()),
             _ => false,
         });
+        if let Some(trace) = &self.trace {
+            trace.write(out);
+        }
         if let Some(client) = forward.client {
             self.write_forwarding(out, client);
         }
@@ -382,6 +406,7 @@ fn head(
         http_1_0,
         keep_alive,
         expects_continue,
+        trace: None,
     })
 }
 

@@ -22,9 +22,13 @@ on_both_back_ends![
 
 /// A sequence that looks random and is the same each time, shared by all who ask.
 #[derive(Debug)]
-struct Chance(AtomicU64);
+pub(super) struct Chance(AtomicU64);
 
 impl Chance {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(AtomicU64::new(seed))
+    }
+
     fn below(&self, below: usize) -> usize {
         let seed = self.0.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
         let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -65,7 +69,7 @@ fn serve(wire: &mut Wire, chance: &Chance) -> bool {
     false
 }
 
-fn endpoint(chance: &Arc<Chance>) -> Endpoint {
+pub(super) fn endpoint(chance: &Arc<Chance>) -> Endpoint {
     let chance = Arc::clone(chance);
     Endpoint::start(move |wire, _| {
         while let Some(head) = wire.head() {
@@ -85,7 +89,7 @@ fn endpoint(chance: &Arc<Chance>) -> Endpoint {
 }
 
 /// One request in one of many ways.
-fn ask(address: SocketAddr, chance: &Chance) {
+pub(super) fn ask(address: SocketAddr, chance: &Chance) {
     let mut wire = Wire::connect(address);
     wire.stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
     let length = [0, 10, 5000, 40_000][chance.below(4)];
@@ -115,7 +119,7 @@ fn kind(event: &Event) -> String {
 }
 
 fn however_a_request_ends_its_rule_is_told_once(io: Io) {
-    let chance = Arc::new(Chance(AtomicU64::new(5)));
+    let chance = Arc::new(Chance::new(5));
     let endpoints = [endpoint(&chance), endpoint(&chance), endpoint(&chance)];
     let rig = Rig::start(io, &[endpoints[0].address, endpoints[1].address, endpoints[2].address]);
     {

@@ -4,6 +4,7 @@
 //! HTTP better than it should.
 
 mod abort;
+mod access;
 mod basics;
 mod bodies;
 mod descriptors;
@@ -14,6 +15,7 @@ mod framing;
 mod lifecycle;
 pub(super) mod rig;
 mod streams;
+mod trace;
 mod usage;
 
 /// Mounts tests that take an [`Io`](super::Io) once for each back end.

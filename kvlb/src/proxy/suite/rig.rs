@@ -275,6 +275,11 @@ impl Counts {
         *self.0.lock().entry(what.into()).or_default() += count;
     }
 
+    /// All counts of what is called as asked for.
+    pub(super) fn sum(&self, called: impl Fn(&str) -> bool) -> u64 {
+        self.0.lock().iter().filter(|(what, _)| called(what)).map(|(_, count)| count).sum()
+    }
+
     pub(super) fn get(&self, what: &str) -> u64 {
         self.0.lock().get(what).copied().unwrap_or_default()
     }

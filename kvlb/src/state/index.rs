@@ -11,6 +11,7 @@
 //! A reader may see an event half applied; a wrong route costs time, never correctness.
 
 mod arena;
+mod memory;
 mod names;
 mod writer;
 
@@ -244,6 +245,7 @@ impl Index {
             self.publish(writer);
             writer.move_over(moved);
         }
+        writer.rehouse();
     }
 
     /// Gives readers what their view lacks.

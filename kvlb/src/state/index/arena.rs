@@ -13,15 +13,18 @@
 //! view. Cells are moved by copying them to a page that readers have been given, then pointing their entries there; a
 //! reader whose view lacks that page finds a cell that is not its name's, and asks for a newer view.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::memory::{Home, Words};
 use super::names::{Begun, Key, Mixer, SHARDS, Shard, Table};
 use crate::contract::BlockHash;
 
 /// Cells in a page: 96 KiB where there are two layers and up to 64 slots. Tests have small ones, which come and go often.
 const PAGE_BITS: u32 = if cfg!(test) { 3 } else { 12 };
-const PAGE: usize = 1 << PAGE_BITS;
+pub(super) const PAGE: usize = 1 << PAGE_BITS;
+/// Words of cells from which on an index lies in huge pages, and goes back at half of it: 8 MiB, beyond which a core that
+/// knows where 2048 small pages are has to look up the others.
+const LARGE: usize = 256 * PAGE / if cfg!(test) { 64 } else { 1 };
 /// Names whose searches wait for memory together: enough to cover its latency, few enough for the stack.
 pub(super) const TOGETHER: usize = 64;
 
@@ -54,7 +57,7 @@ impl Cell<'_> {
 #[derive(Clone, Debug)]
 pub(super) struct View {
     tables: [Table; SHARDS],
-    pages: Vec<Arc<[AtomicU64]>>,
+    pages: Vec<Words>,
     mixer: Mixer,
     layers: usize,
     /// Words in a cell.
@@ -234,6 +237,11 @@ struct Fill {
 pub(super) struct Arena {
     view: View,
     shards: [Shard; SHARDS],
+    /// Where pages are taken from, and tables.
+    page_home: Home,
+    table_home: Home,
+    /// Whether pages came or went since it was last seen to it that memory is where it should be.
+    unsettled: bool,
     fill: Vec<Fill>,
     /// Numbers of pages that are none at present.
     unused: Vec<usize>,
@@ -252,6 +260,12 @@ pub(super) struct Arena {
     pub(super) loses_moved: bool,
 }
 
+fn copy(from: &[AtomicU64], to: &[AtomicU64]) {
+    for (from, to) in from.iter().zip(to) {
+        to.store(from.load(Ordering::Relaxed), Ordering::Release);
+    }
+}
+
 /// Cells that were copied, and are to be pointed at.
 #[derive(Debug)]
 pub(super) struct Moved {
@@ -267,6 +281,9 @@ impl Arena {
         Self {
             view: View { tables, pages: Vec::new(), mixer, layers, stride: 1 + layers },
             shards,
+            page_home: Home::default(),
+            table_home: Home::default(),
+            unsettled: false,
             fill: Vec::new(),
             unused: Vec::new(),
             open: None,
@@ -300,16 +317,49 @@ impl Arena {
     /// Gives every cell room for 64 times `words` slots.
     pub(super) fn widen(&mut self, words: usize) {
         let stride = 1 + words * self.view.layers;
+        // A region has pages of one size only.
+        self.page_home.leave_all();
         for page in self.view.pages.iter_mut().filter(|page| !page.is_empty()) {
-            let mut wide = Vec::with_capacity(PAGE * stride);
-            for cell in page.chunks_exact(self.view.stride) {
-                wide.extend(cell.iter().map(|word| AtomicU64::new(word.load(Ordering::Relaxed))));
-                wide.extend((self.view.stride..stride).map(|_| AtomicU64::new(0)));
+            let wide = self.page_home.take(PAGE * stride);
+            for (old, new) in page.chunks_exact(self.view.stride).zip(wide.chunks_exact(stride)) {
+                copy(old, new);
             }
-            *page = wide.into();
+            *page = wide;
         }
         self.view.stride = stride;
         self.changed = true;
+        self.unsettled = true;
+    }
+
+    /// Sees to it that memory is where it should be: in huge pages, which are well filled, or on the heap. Readers go on
+    /// with the cells as they were, until they have a new view.
+    pub(super) fn rehouse(&mut self) {
+        if !std::mem::take(&mut self.unsettled) {
+            return;
+        }
+        let words = (self.fill.len() - self.unused.len()) * PAGE * self.view.stride;
+        let large = words >= if self.page_home.large { LARGE / 2 } else { LARGE };
+        if large != self.page_home.large {
+            (self.page_home.large, self.table_home.large) = (large, large);
+            self.page_home.leave_all();
+            self.move_pages(|_| true);
+            // Tables go to huge pages as they grow, which they soon do.
+            for shard in self.shards.iter_mut().filter(|shard| !large && shard.table.is_in_region()) {
+                shard.rebuild(&mut self.table_home);
+            }
+        }
+        while let Some(left) = self.page_home.leave(PAGE * self.view.stride) {
+            self.move_pages(|page| page.is_in(&left));
+        }
+    }
+
+    fn move_pages(&mut self, moves: impl Fn(&Words) -> bool) {
+        for page in self.view.pages.iter_mut().filter(|page| !page.is_empty() && moves(page)) {
+            let moved = self.page_home.take(page.len());
+            copy(page, &moved);
+            *page = moved;
+            self.changed = true;
+        }
     }
 
     pub(super) const fn key(&self, name: BlockHash) -> Key {
@@ -354,7 +404,7 @@ impl Arena {
             Err(absent) => {
                 let place = self.take_cell(|arena| &mut arena.open)?;
                 self.cell(place)[0].store(key.0, Ordering::Release);
-                self.shards[shard].enter(key, place, absent);
+                self.shards[shard].enter(key, place, absent, &mut self.table_home);
                 place
             }
         };
@@ -391,11 +441,12 @@ impl Arena {
             (next < (1 << (u32::BITS - PAGE_BITS)) - 1).then_some(next)
         })?;
         if number == self.view.pages.len() {
-            self.view.pages.push(Arc::default());
+            self.view.pages.push(Words::default());
             self.fill.push(Fill::default());
         }
-        self.view.pages[number] = (0..PAGE * self.view.stride).map(|_| AtomicU64::new(0)).collect();
+        self.view.pages[number] = self.page_home.take(PAGE * self.view.stride);
         self.changed = true;
+        self.unsettled = true;
         Some(number)
     }
 
@@ -439,7 +490,7 @@ impl Arena {
         if words.iter().any(|word| word.load(Ordering::Relaxed) != 0) || !self.is_entered(key, place) {
             return;
         }
-        self.shards[key.shard()].blank(key, place);
+        self.shards[key.shard()].blank(key, place, &mut self.table_home);
         self.cell(place)[0].store(0, Ordering::Release);
         let page = (place >> PAGE_BITS) as usize;
         self.fill[page].alive -= 1;
@@ -461,9 +512,10 @@ impl Arena {
     fn drop_page(&mut self, page: usize) {
         let fill = std::mem::take(&mut self.fill[page]);
         self.used -= fill.used;
-        self.view.pages[page] = Arc::default();
+        self.view.pages[page] = Words::default();
         self.unused.push(page);
         self.changed = true;
+        self.unsettled = true;
     }
 
     /// Copies what is alive in the page with the most dead cells, where too many cells are dead. Once readers have the
@@ -485,9 +537,7 @@ impl Arena {
                 // It is alive in one place as far as counts go.
                 self.fill[page].alive -= 1;
                 self.alive -= 1;
-                for (old, new) in self.cell(from).iter().zip(self.cell(to)) {
-                    new.store(old.load(Ordering::Relaxed), Ordering::Release);
-                }
+                copy(self.cell(from), self.cell(to));
                 cells.push((key, from, to));
             }
         }
@@ -522,6 +572,13 @@ impl Arena {
     /// The name of a cell.
     pub(super) fn name(&self, place: Place) -> BlockHash {
         self.view.mixer.name(Key(self.cell(place)[0].load(Ordering::Relaxed)))
+    }
+
+    /// Pages and tables that lie in huge pages.
+    #[cfg(test)]
+    pub(super) fn in_regions(&self) -> (usize, usize) {
+        let pages = self.view.pages.iter().filter(|page| page.is_in_region()).count();
+        (pages, self.shards.iter().filter(|shard| shard.table.is_in_region()).count())
     }
 
     /// Cells that memory is kept for, and entries.

@@ -4,9 +4,9 @@
 //! look: whoever follows it compares the cell's own key. An entry that is no longer needed is a blank until its table is
 //! rebuilt; a rebuilt table is a new one, to which readers move with their next query.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+use super::memory::{Home, Words};
 use crate::contract::BlockHash;
 
 /// Tables. Each is rebuilt by itself, so that growing an index of a million names never copies more than a 64th.
@@ -85,12 +85,16 @@ pub(super) struct Absent {
 /// One shard, as readers see it.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
-    entries: Arc<[AtomicU64]>,
+    entries: Words,
 }
 
 impl Table {
-    fn new(capacity: usize) -> Self {
-        Self { entries: (0..capacity.max(CAPACITY_MIN)).map(|_| AtomicU64::new(0)).collect() }
+    fn new(capacity: usize, home: &mut Home) -> Self {
+        Self { entries: home.take(capacity.max(CAPACITY_MIN)) }
+    }
+
+    pub(super) fn is_in_region(&self) -> bool {
+        self.entries.is_in_region()
     }
 
     /// Entries, in use or not.
@@ -175,15 +179,15 @@ pub(super) struct Shard {
 
 impl Shard {
     pub(super) fn new() -> Self {
-        Self { table: Table::new(0), filled: 0, names: 0, rebuilt: false }
+        Self { table: Table::new(0, &mut Home::default()), filled: 0, names: 0, rebuilt: false }
     }
 
     /// Enters a name that was searched for and not found.
-    pub(super) fn enter(&mut self, key: Key, place: u32, absent: Absent) {
+    pub(super) fn enter(&mut self, key: Key, place: u32, absent: Absent, home: &mut Home) {
         let mut free = absent.free;
         // At four fifths a search for an absent name looks at 13 entries, two cache lines.
         if (self.filled + 1) * 5 > self.table.capacity() * 4 {
-            self.rebuild();
+            self.rebuild(home);
             // The name is in no table, so the search ends at a free entry.
             free = self.table.find(key, |_| false).map_or_else(|absent| absent.free, |(at, _)| at);
         }
@@ -201,20 +205,20 @@ impl Shard {
     }
 
     /// Takes out a name's entry.
-    pub(super) fn blank(&mut self, key: Key, from: u32) {
+    pub(super) fn blank(&mut self, key: Key, from: u32, home: &mut Home) {
         if let Ok((at, _)) = self.table.find(key, |place| place == from) {
             self.table.entries[at].store(BLANK, Ordering::Release);
             self.names -= 1;
             if self.table.capacity() > CAPACITY_MIN && self.names * 4 < self.table.capacity() {
-                self.rebuild();
+                self.rebuild(home);
             }
         }
     }
 
     /// Copies the entries in use into a table of a fitting size, half full: it fills up after 1.5 times as many names,
     /// and an entry of 8 bytes costs 10 to 15 bytes a name.
-    fn rebuild(&mut self) {
-        let new = Table::new(self.names * 15 / 8 + 1);
+    pub(super) fn rebuild(&mut self, home: &mut Home) {
+        let new = Table::new(self.names * 15 / 8 + 1, home);
         for entry in self.table.entries.iter().map(|entry| entry.load(Ordering::Relaxed)) {
             if place(entry).is_none() {
                 continue;
@@ -256,7 +260,7 @@ mod tests {
         let keys: Vec<_> = (0..100_000).map(|name| mixer.key(BlockHash(name))).filter(|key| key.shard() == 0).collect();
         for (place, &key) in (0..).zip(&keys) {
             let absent = shard.table.find(key, |other| other == place).unwrap_err();
-            shard.enter(key, place, absent);
+            shard.enter(key, place, absent, &mut Home::default());
         }
         let steps = |place: u32, key: Key| {
             let (at, _) = shard.table.find(key, |other| other == place).unwrap();
@@ -273,8 +277,8 @@ mod tests {
         for name in 0..200_000 {
             let key = mixer.key(BlockHash(name));
             let absent = shard.table.find(key, |_| true).unwrap_err();
-            shard.enter(key, 7, absent);
-            shard.blank(key, 7);
+            shard.enter(key, 7, absent, &mut Home::default());
+            shard.blank(key, 7, &mut Home::default());
         }
         assert!(shard.table.capacity() <= 64);
     }
@@ -296,7 +300,7 @@ mod tests {
                 let place = place * 300 + u32::try_from(name).unwrap();
                 match (step, found) {
                     (0, Err(absent)) => {
-                        shard.enter(key, place, absent);
+                        shard.enter(key, place, absent, &mut Home::default());
                         plain.insert(name, place);
                     }
                     (1, Ok((_, from))) => {
@@ -304,7 +308,7 @@ mod tests {
                         plain.insert(name, place);
                     }
                     (2, Ok((_, from))) => {
-                        shard.blank(key, from);
+                        shard.blank(key, from, &mut Home::default());
                         plain.remove(&name);
                     }
                     _ => {}

@@ -426,6 +426,33 @@ fn names_that_come_and_go_for_ever_take_no_room() {
 }
 
 #[test]
+fn an_index_that_shrinks_leaves_huge_pages_and_keeps_its_names() {
+    let (index, slot) = index_with(&[]);
+    for first in (0..5000).step_by(50) {
+        index.apply(slot, &store(&(first..first + 50).collect::<Vec<_>>(), FULL));
+    }
+    let in_regions = || index.writer.lock().arena.in_regions();
+    let (pages, tables) = in_regions();
+    assert!(pages > 600 && tables == 64, "{pages} pages and {tables} tables");
+    let before = index.snapshot.load_full();
+    for name in (0..5000).filter(|name| name % 50 != 0) {
+        index.apply(slot, &remove(name, FULL));
+        index.apply(slot, &store(&[1 << 40 | name], FULL));
+    }
+    assert_eq!(index.blocks(slot), 5000);
+    let left: Vec<_> = (0..5000).step_by(50).collect();
+    for name in (0..5000).filter(|name| name % 50 != 0) {
+        index.apply(slot, &remove(1 << 40 | name, FULL));
+    }
+    assert_eq!(index.names(slot), left.iter().copied().map(BlockHash).collect::<Vec<_>>());
+    assert_eq!(depth(&index, &left), 100);
+    let stale = before.view.with_bits(slot.word(), HELD, slot.bit());
+    assert!(left.iter().all(|&name| stale.contains(&BlockHash(name))), "who has an old view reads what it had");
+    index.remove_slot(slot);
+    assert_eq!(in_regions(), (0, 0));
+}
+
+#[test]
 fn slots_run_out_and_come_back() {
     let index = Index::new(IndexConfig::default());
     let slots: Vec<_> = std::iter::from_fn(|| index.add_slot()).collect();

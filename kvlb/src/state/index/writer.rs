@@ -152,6 +152,11 @@ impl Writer {
         self.arena.move_over(moved);
     }
 
+    /// Sees to it that memory is where it should be; readers are to be given the new view.
+    pub(super) fn rehouse(&mut self) {
+        self.arena.rehouse();
+    }
+
     pub(super) fn apply(&mut self, slot: SlotId, event: &Event, dropped: &mut Vec<BlockHash>) -> Applied {
         #[cfg(test)]
         if self.has(Defect::MissesClear) && *event == Event::Cleared {

@@ -173,6 +173,12 @@ families! {
     /// Connections that the kernel did not steer although the VIP is ours, by VIP.
     not_steered: counters("kvlb_kernel_not_steered_total", ["vip"]);
 
+    // The API.
+    /// Requests and connections that the API turned away, by cause.
+    api_denied: counters("kvlb_api_denied_total", ["reason"]);
+    /// Changed files of the API's tokens or TLS that were of no use, so that what they held before stays in force.
+    api_reload_failures: counters("kvlb_api_reload_failures_total", ["what", "reason"]);
+
     // The process.
     /// 1 for each degraded state that holds now.
     degraded: gauges("kvlb_degraded", ["what"]);

@@ -700,6 +700,25 @@ async fn a_certificate_that_is_not_valid_now_is_not_trusted() {
 }
 
 #[tokio::test]
+async fn a_certificate_that_signs_itself_is_its_own_authority_unless_it_is_marked_as_one() {
+    for (is_ca, code) in [(IsCa::ExplicitNoCa, 0), (IsCa::Ca(BasicConstraints::Unconstrained), 3)] {
+        let desk = Desk::new();
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap();
+        params.is_ca = is_ca;
+        let cert = desk.put("server.cert", &params.self_signed(&key).unwrap().pem());
+        desk.put("server.key", &key.serialize_pem());
+        let kvlb = start(&[desk.tokens(), desk.tls()]).await;
+        let port = kvlb.api_address().port().to_string();
+        let line = ["get", "lb", "-p", &port, "--protocol", "https", "--cacert", &cert, "--token", READ];
+        let said = run(&line, &[]).await;
+        assert_eq!(said.code, code, "{}", said.err);
+        assert!(code == 0 || said.err.contains("basicConstraints=critical,CA:FALSE"), "{}", said.err);
+        kvlb.stop().await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn rules_of_the_command_line_need_no_token() {
     let desk = Desk::new();
     let (vip, engine) = (free_port().unwrap(), free_port().unwrap());

@@ -196,6 +196,11 @@ fn tls_hint(error: &rustls::Error) -> &'static str {
         Error::InvalidCertificate(Bad::NotValidForName | Bad::NotValidForNameContext { .. }) => {
             "--apiserver must be a name or address that the API's certificate lists"
         }
+        // webpki's word for what `openssl req -x509` makes unless told otherwise.
+        Error::InvalidCertificate(Bad::Other(other)) if other.to_string().contains("CaUsedAsEndEntity") => {
+            "the API's certificate is marked as an authority: sign it by one, or make it anew with `openssl req -x509 … \
+             -addext basicConstraints=critical,CA:FALSE`"
+        }
         Error::InvalidCertificate(_) => "look at the API's certificate: openssl x509 -in FILE -text",
         Error::InvalidMessage(InvalidMessage::InvalidContentType) => {
             "what listens there speaks no TLS: leave out --protocol https, or start `kvlb up` with --api-tls-cert"

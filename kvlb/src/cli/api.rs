@@ -184,7 +184,8 @@ fn tls_error(error: &reqwest::Error) -> Option<&rustls::Error> {
 fn tls_hint(error: &rustls::Error) -> &'static str {
     use rustls::{AlertDescription as Alert, CertificateError as Bad, Error, InvalidMessage};
     match error {
-        Error::InvalidCertificate(Bad::UnknownIssuer) => {
+        // The second: somebody of the same name signed it, as an authority that was made anew.
+        Error::InvalidCertificate(Bad::UnknownIssuer | Bad::BadSignature) => {
             "--cacert FILE names who signed the API's certificate (it may be the certificate itself)"
         }
         Error::InvalidCertificate(Bad::Expired | Bad::ExpiredContext { .. }) => {

@@ -152,15 +152,13 @@ fn an_api_that_others_reach_needs_a_token_unless_it_is_said_that_it_does_not() {
         "192.0.2.1:11111",
         "[2001:db8::1]:11111",
         "[::ffff:192.0.2.1]:1",
-        "[::ffff:0:0]:1",
+        "[::ffff:0.0.0.0]:1",
     ] {
         let error = with(api, |_| {}).unwrap_err();
         assert_eq!(error, ConfigError::Unguarded { name: "--api", address: api.parse().unwrap() });
         let text = error.to_string();
-        for part in
-            ["--api-token-file", "127.0.0.1:", "--api-without-token", "[api_unguarded]", api.trim_matches(['[', ']'])]
-        {
-            assert!(text.contains(part.split(']').next().unwrap()), "{part}: {text}");
+        for part in ["--api-token-file", "127.0.0.1:", "--api-without-token", "[api_unguarded]", api] {
+            assert!(text.contains(part), "{part}: {text}");
         }
         let token = with(api, |flags| flags.api_token_file = Some("/t".into())).unwrap();
         assert_eq!(token.tokens, Some(TokenFiles { admin: "/t".into(), read: None }), "{api}");
@@ -412,5 +410,5 @@ fn a_client_reaches_the_api_where_flags_and_variables_say() {
     let port = ClientFlags { port: Some("0".to_owned()), ..ClientFlags::default() };
     assert!(url(&port, &[]).is_err_and(|text| text == "--port is \"0\"; allowed: 1 to 65535"));
     let tls = ClientFlags { protocol: Some("https".to_owned()), ..ClientFlags::default() };
-    assert!(url(&tls, &[]).is_err_and(|text| text.contains("TLS is not served yet")));
+    assert_eq!(url(&tls, &[]), Ok("https://127.0.0.1:11111".to_owned()));
 }

@@ -89,7 +89,8 @@ fn steer(ctx: &SkLookupContext, flow: &Flow, key: &VipKey, vip: &VipInfo, stats:
     // The first and the last stand in for one that is gone: its thread has ended, or the number of listeners was lowered
     // since `vip` was read.
     let chosen = [flow.worker(vip.workers), 0, vip.workers.wrapping_sub(1)];
-    let try_one = |worker: u32| KVLB_LISTEN.redirect_sk_lookup(ctx, vip.listener.wrapping_add(worker), NO_REUSEPORT).is_ok();
+    let try_one =
+        |worker: u32| KVLB_LISTEN.redirect_sk_lookup(ctx, vip.listener.wrapping_add(worker), NO_REUSEPORT).is_ok();
     let taken = vip.workers > 0 && (try_one(chosen[0]) || try_one(chosen[1]) || try_one(chosen[2]));
     if taken {
         stats.steered += 1;

@@ -23,6 +23,8 @@
 //! | [`telemetry`] | Every metric family, the log set-up and the access log. |
 //! | [`clock`] | The one reader of clocks. |
 //! | [`courtesy`] | Long work makes way for data threads. |
+//! | [`secret`] | Tokens and keys in files that only their owner may read. |
+//! | [`tls`] | One TLS library and provider: what PEM files become, and the program's HTTP clients. |
 //!
 //! Edges: each one talks to one outside thing, turns it into core values, and stays thin.
 //!
@@ -56,7 +58,9 @@ pub mod policy;
 pub mod probe;
 pub mod proxy;
 pub mod router;
+pub mod secret;
 pub mod staging;
 pub mod state;
 pub mod telemetry;
+pub mod tls;
 pub mod tokenize;

@@ -55,7 +55,7 @@ impl Document {
         let at = |name: &str, host: Ipv4Addr| EngineConfig { name: name.to_owned(), host: host.into(), ..engine() };
         let engines =
             [stage.engine(at("prefill", PREFILL)).await.unwrap(), stage.engine(at("decode", DECODE)).await.unwrap()];
-        let kvlb = stage.kvlb(&["--api", "0.0.0.0:11111"]).await.unwrap();
+        let kvlb = stage.kvlb(&["--api", "0.0.0.0:11111", "--api-without-token"]).await.unwrap();
         Some(Self { stage, engines, kvlb })
     }
 

@@ -210,7 +210,7 @@ async fn a_bad_value_in_the_environment_stops_the_start_by_name() {
 async fn an_api_that_others_can_reach_is_warned_of() {
     let Some(stage) = Stage::new("open").unwrap() else { return };
     let warns = |log: &str| log.lines().any(|line| line.contains("WARN") && line.contains("API"));
-    let kvlb = stage.kvlb(&["--api", "0.0.0.0:11111"]).await.unwrap();
+    let kvlb = stage.kvlb(&["--api", "0.0.0.0:11111", "--api-without-token"]).await.unwrap();
     assert!(warns(&kvlb.log()), "{}", kvlb.log());
     kvlb.stop().await.unwrap();
     let kvlb = stage.kvlb(&[]).await.unwrap();

@@ -2,6 +2,7 @@
 
 mod crew;
 mod desk;
+mod keys;
 mod learn;
 mod listen;
 mod live;
@@ -34,6 +35,7 @@ use crate::telemetry::{Metrics, init_logs};
 use crate::{clock, probe, staging};
 
 use desk::Desk;
+use keys::Keys;
 use live::LiveState;
 use meter::ProxyMeter;
 use zero::Zero;
@@ -81,7 +83,9 @@ fn run(config: Config) -> Result<()> {
         .build()
         .context("start the control threads")?;
     let metrics = Arc::new(Metrics::new().context("register the metrics")?);
+    let keys = Keys::read(&config.access, &metrics)?;
     let state = Arc::new(State::new(state_config(&config), Arc::clone(&metrics)));
+    keys.warn(&config, &state);
     let store = open_store(&config, &state)?;
     let zero = config.zero_touch.clone().and_then(|pool| Zero::begin(pool, Arc::clone(&store)));
     let kernel = load_kernel(&config, &state, &runtime)?;
@@ -101,6 +105,8 @@ fn run(config: Config) -> Result<()> {
         io: proxy.engine().label().to_owned(),
         threads: proxy.threads(),
         api: listener.local_addr().context("read the API's address")?,
+        tls: keys.tls.is_some(),
+        tokens: keys.word(),
         state_dir: config.state_dir.clone(),
     };
     announce(&about, &metrics, writes_to_stdout(&config));
@@ -110,7 +116,7 @@ fn run(config: Config) -> Result<()> {
     let live = Arc::new(LiveState::new(Arc::clone(&state), kernel.as_ref(), asker.clone(), config.kv.replay_offset));
     let api = Api::new(live, about);
     api.ready(store);
-    let parts = Parts { config, state, asker, prober, zero, kernel, proxy: Arc::new(proxy), log };
+    let parts = Parts { config, state, keys, asker, prober, zero, kernel, proxy: Arc::new(proxy), log };
     runtime.block_on(parts.serve(listener, api, api_stopped, stop_api))?;
     runtime.shutdown_timeout(CONTROL_STOP);
     if let Some(writer) = writer {
@@ -124,6 +130,7 @@ fn run(config: Config) -> Result<()> {
 struct Parts {
     config: Config,
     state: Arc<State>,
+    keys: Keys,
     asker: Asker,
     prober: probe::Asker,
     zero: Option<Zero>,
@@ -142,7 +149,7 @@ impl Parts {
     ) -> Result<()> {
         let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let mut tasks = JoinSet::new();
-        let Self { config, state, asker, prober, zero, kernel, proxy, log } = self;
+        let Self { config, state, keys, asker, prober, zero, kernel, proxy, log } = self;
         tasks.spawn(staging::keep_loaded(config.tokenizer_dir.clone(), Arc::clone(&state)));
         tasks.spawn(watch::keep_watching(Arc::clone(&state), prober, config.kv.replay_offset));
         if let Some(zero) = zero {
@@ -173,10 +180,17 @@ impl Parts {
         if !served.unwrap_or(false) {
             tracing::warn!("the datapath does not serve all rules yet");
         }
-        let api = tokio::spawn(control::serve(listener, api, async move {
+        let stop = async move {
             // A dropped sender means the same: stop.
             let _asked_or_gone = api_stopped.await;
-        }));
+        };
+        let api = tokio::spawn(control::serve(listener, api, Arc::clone(&keys.guard), keys.tls.clone(), stop));
+        let fresh = keys.keep_fresh(Arc::clone(&state));
+        tasks.spawn(async move {
+            if let Err(error) = fresh.await {
+                tracing::error!(error = format!("{error:#}"), "the API's tokens and certificate are not read again");
+            }
+        });
         tracing::info!("ready");
         tokio::select! {
             _ = term.recv() => tracing::info!("SIGTERM: draining"),
@@ -307,11 +321,12 @@ fn start_proxy(config: &Config, state: &Arc<State>, log: Option<AccessLog>) -> R
 fn announce(about: &About, metrics: &Metrics, aside: bool) {
     let version = env!("CARGO_PKG_VERSION");
     let line = format!(
-        "kvlb {version}: datapath {}, io {}, {} data thread{}, API http://{}",
+        "kvlb {version}: datapath {}, io {}, {} data thread{}, API {}://{}",
         about.datapath,
         about.io,
         about.threads,
         if about.threads == 1 { "" } else { "s" },
+        if about.tls { "https" } else { "http" },
         about.api
     );
     if aside {

@@ -6,8 +6,9 @@ use reqwest::{Method, RequestBuilder, StatusCode, Url};
 use serde_json::Value;
 
 use super::CliError;
-use crate::config::Client;
-use crate::discover;
+use crate::config::{Client, Credential};
+use crate::secret::Hidden;
+use crate::{discover, secret, tls};
 
 /// The API, as a client sees it.
 #[derive(Debug)]
@@ -15,6 +16,7 @@ pub(super) struct Api {
     http: reqwest::Client,
     base: Url,
     config: Client,
+    token: Option<Hidden>,
 }
 
 /// Bytes of an answer that are read: more than any of the API has, also with the names of every block of 32 MiB.
@@ -41,13 +43,28 @@ impl Api {
     pub(super) fn new(config: &Client) -> Result<Self, CliError> {
         let failed = |error: &dyn std::fmt::Display| CliError::Argument(format!("{}: {error}", config.url));
         let base = Url::parse(&config.url).map_err(|error| failed(&error))?;
-        let mut http = reqwest::Client::builder().timeout(config.timeout);
+        let mut http = match &config.trust {
+            None => tls::plain_client(),
+            Some(trust) => tls::client(trust).map_err(|error| CliError::Argument(error.to_string()))?,
+        };
+        http = http.timeout(config.timeout);
         if is_this_machine(&base) {
             // No proxy of the environment leads there.
             http = http.no_proxy();
         }
-        let http = http.build().map_err(|error| failed(&error))?;
-        Ok(Self { http, base, config: config.clone() })
+        if config.credential.is_some() {
+            // The API never redirects, and a token is for nobody else.
+            http = http.redirect(reqwest::redirect::Policy::none());
+        }
+        let http = http.build().map_err(|error| failed(&innermost(&error)))?;
+        let token = match &config.credential {
+            None => None,
+            Some(Credential::Token(token)) => Some(token.clone()),
+            Some(Credential::File(path)) => {
+                Some(secret::token_of_client(path).map_err(|error| CliError::Argument(error.to_string()))?)
+            }
+        };
+        Ok(Self { http, base, config: config.clone(), token })
     }
 
     pub(super) async fn get(&self, path: &[&str], query: &Query<'_>) -> Result<Value, CliError> {
@@ -83,8 +100,8 @@ impl Api {
             url.query_pairs_mut().extend_pairs(query);
         }
         let request = self.http.request(method, url);
-        match &self.config.token {
-            Some(token) => request.bearer_auth(token),
+        match &self.token {
+            Some(token) => request.bearer_auth(token.reveal()),
             None => request,
         }
     }
@@ -130,11 +147,74 @@ impl Api {
         if error.is_timeout() {
             return CliError::Timeout { url, seconds: self.config.timeout.as_secs() };
         }
-        // The innermost cause is the one that an operator knows: connection refused, no such host.
-        let mut cause: &dyn std::error::Error = error;
-        while let Some(inner) = cause.source() {
-            cause = inner;
+        if let Some(error) = tls_error(error) {
+            return CliError::Tls { url, cause: error.to_string(), hint: tls_hint(error) };
         }
-        CliError::Unreachable { url, cause: cause.to_string() }
+        CliError::Unreachable { url, cause: innermost(error) }
+    }
+}
+
+/// The innermost cause is the one that an operator knows: connection refused, no such host.
+fn innermost(error: &reqwest::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
+}
+
+/// What TLS found wrong. It travels inside an I/O error, which does not show it as its source.
+fn tls_error(error: &reqwest::Error) -> Option<&rustls::Error> {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        let inside = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        let found = inside.and_then(|inside| inside.downcast_ref()).or_else(|| error.downcast_ref());
+        if found.is_some() {
+            return found;
+        }
+        cause = match inside {
+            Some(inside) => Some(inside),
+            None => error.source(),
+        };
+    }
+    None
+}
+
+/// What to do about it.
+fn tls_hint(error: &rustls::Error) -> &'static str {
+    use rustls::{AlertDescription as Alert, CertificateError as Bad, Error, InvalidMessage};
+    match error {
+        // The second: somebody of the same name signed it, as an authority that was made anew.
+        Error::InvalidCertificate(Bad::UnknownIssuer | Bad::BadSignature) => {
+            "--cacert FILE names who signed the API's certificate (it may be the certificate itself)"
+        }
+        Error::InvalidCertificate(Bad::Expired | Bad::ExpiredContext { .. }) => {
+            "the API's certificate has expired: give `kvlb up` a new one in the same file, which it reads again by itself"
+        }
+        Error::InvalidCertificate(Bad::NotValidYet | Bad::NotValidYetContext { .. }) => {
+            "the API's certificate is not valid yet: are the clocks of both machines right?"
+        }
+        Error::InvalidCertificate(Bad::NotValidForName | Bad::NotValidForNameContext { .. }) => {
+            "--apiserver must be a name or address that the API's certificate lists"
+        }
+        // webpki's word for what `openssl req -x509` makes unless told otherwise.
+        Error::InvalidCertificate(Bad::Other(other)) if other.to_string().contains("CaUsedAsEndEntity") => {
+            "the API's certificate is marked as an authority: sign it by one, or make it anew with `openssl req -x509 … \
+             -addext basicConstraints=critical,CA:FALSE`"
+        }
+        Error::InvalidCertificate(_) => "look at the API's certificate: openssl x509 -in FILE -text",
+        Error::InvalidMessage(InvalidMessage::InvalidContentType) => {
+            "what listens there speaks no TLS: leave out --protocol https, or start `kvlb up` with --api-tls-cert"
+        }
+        Error::AlertReceived(
+            Alert::CertificateRequired
+            | Alert::UnknownCA
+            | Alert::BadCertificate
+            | Alert::CertificateExpired
+            | Alert::CertificateUnknown
+            | Alert::AccessDenied
+            | Alert::HandshakeFailure,
+        ) => "the API asks for a certificate of ours that its --api-client-ca signed: --cert FILE --key FILE",
+        _ => "are --apiserver and --port right?",
     }
 }

@@ -32,6 +32,16 @@ pub enum CliError {
         /// Why.
         cause: String,
     },
+    /// The two sides do not agree on whom to trust.
+    #[error("no trusted connection to the API at {url}: {cause}; {hint}")]
+    Tls {
+        /// Where it was looked for.
+        url: String,
+        /// Why.
+        cause: String,
+        /// What to do.
+        hint: &'static str,
+    },
     /// No answer within the time limit.
     #[error("the API at {url} did not answer within {seconds} s; a larger --timeout waits longer")]
     Timeout {
@@ -59,7 +69,7 @@ impl CliError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Argument(_) | Self::Refused { status: 400 | 405 | 413 | 415 | 422, .. } => 2,
-            Self::Refused { status: 401 | 403, .. } => 3,
+            Self::Refused { status: 401 | 403, .. } | Self::Tls { .. } => 3,
             Self::Refused { status: 404 | 409 | 412, .. } => 4,
             Self::Refused { status: 429 | 502..=504, .. } | Self::Unreachable { .. } | Self::Timeout { .. } => 5,
             Self::Refused { .. } | Self::NotOurs { .. } | Self::Failed(_) => 7,
@@ -80,6 +90,10 @@ fn next_step(code: &str) -> &'static str {
         "rule_not_found" => "; `kvlb get lb` lists the rules",
         "endpoint_not_found" => "; `kvlb get ep` lists the endpoints",
         "several_rules" => " (--model-name or --id)",
+        "token_missing" => "; --token-file FILE (KVLB_TOKEN_FILE) names the file with the token",
+        "token_wrong" => "; is --token-file the file, or a copy of it, that `kvlb up` was given?",
+        "token_read_only" => "; --token-file FILE names the file with it",
+        "https_needed" => "; --protocol https (KVLB_PROTOCOL) speaks it",
         "starting" => "; try again in a few seconds",
         "path_not_found" | "method_not_allowed" => "; is the API older than this program? `kvlb version` shows both",
         _ => "",

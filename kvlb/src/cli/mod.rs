@@ -31,6 +31,7 @@ use api::Api;
 use table::Screen;
 
 use crate::config::{Client, ClientFlags, Config, Engines, Env, UpFlags};
+use crate::secret::Hidden;
 
 /// What a command line asks for.
 #[derive(Debug)]
@@ -76,9 +77,9 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>, env: &Env) -> Parsed
 fn ready(cli: Cli, env: &Env, program: &'static str) -> Result<Parsed, CliError> {
     let bad = |error: crate::config::ConfigError| CliError::Argument(error.to_string());
     if let Command::Up(flags) = cli.command {
-        let ClientFlags { apiserver, port, protocol, timeout, token } = &cli.client;
-        if [apiserver, port, protocol, timeout, token].iter().any(|flag| flag.is_some()) || cli.output.is_some() {
-            let message = "-s, -p, -t, -o, --protocol and --token belong to client commands; up listens at --api";
+        if cli.client.any() || cli.output.is_some() {
+            let message = "-s, -p, -t, -o, -k, --protocol, --token, --token-file, --cacert, --cert and --key belong to \
+                           client commands; up listens at --api (--api-token-file, --api-tls-cert)";
             return Err(CliError::Argument(message.to_owned()));
         }
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -96,10 +97,14 @@ fn ready(cli: Cli, env: &Env, program: &'static str) -> Result<Parsed, CliError>
 fn command() -> clap::Command {
     Cli::command().mut_subcommand("up", |up| {
         let hidden = |id: &'static str| clap::Arg::new(id).long(id).hide(true);
-        let texts = ["protocol", "token"].map(hidden);
         let shorts = [("apiserver", 's'), ("port", 'p'), ("timeout", 't')].map(|(id, short)| hidden(id).short(short));
+        let files = [hidden("token_file").long("token-file"), hidden("cacert"), hidden("cert"), hidden("key")]
+            .map(|arg| arg.value_parser(clap::value_parser!(PathBuf)));
+        let switches =
+            [hidden("insecure").short('k'), hidden("bearer")].map(|arg| arg.action(clap::ArgAction::SetTrue));
+        let token = hidden("token").value_parser(clap::value_parser!(Hidden));
         let output = hidden("output").short('o').value_parser(clap::value_parser!(Output));
-        up.args(texts).args(shorts).arg(output)
+        up.arg(hidden("protocol")).args(shorts).args(files).args(switches).arg(token).arg(output)
     })
 }
 

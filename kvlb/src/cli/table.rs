@@ -318,7 +318,7 @@ pub(super) fn status(answer: &Value, screen: Screen) -> String {
         ["datapath".to_owned(), if detail.is_empty() { mode } else { format!("{mode} ({detail})") }],
         ["io".to_owned(), cell(&answer["io"])],
         ["data threads".to_owned(), cell(&answer["threads"])],
-        ["api".to_owned(), cell(&answer["api"])],
+        ["api".to_owned(), api(answer)],
         ["state".to_owned(), answer["stateDir"].as_str().unwrap_or("in memory only").to_owned()],
         ["rules".to_owned(), cell(&answer["rules"])],
         ["endpoints".to_owned(), cell(&answer["endpoints"])],
@@ -330,6 +330,14 @@ pub(super) fn status(answer: &Value, screen: Screen) -> String {
         text.extend([format!("degraded: {}: {}\n", cell(&degraded["what"]), cell(&degraded["why"]))]);
     }
     text
+}
+
+/// Where the API listens, and what it asks for; older ones do not say.
+fn api(status: &Value) -> String {
+    let address = cell(&status["api"]);
+    let Some(tokens) = status["apiTokens"].as_str() else { return address };
+    let protocol = if status["apiTls"] == true { "https" } else { "http" };
+    format!("{address} ({protocol}, tokens: {tokens})")
 }
 
 /// `explain`.
@@ -546,6 +554,11 @@ mod tests {
         for part in ["none (no permission)", "in memory only", "degraded: kernel: no permission\n"] {
             assert!(text.contains(part), "{text}");
         }
+        let mut guarded = answer;
+        guarded["apiTls"] = json!(true);
+        guarded["apiTokens"] = json!("admin+read");
+        let text = status(&guarded, PIPE);
+        assert!(text.contains("127.0.0.1:1 (https, tokens: admin+read)"), "{text}");
     }
 
     #[test]

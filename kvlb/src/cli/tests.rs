@@ -485,12 +485,16 @@ async fn a_rules_whole_life_goes_through_the_real_api() {
         io: "epoll".to_owned(),
         threads: 1,
         api: address,
+        tls: false,
+        tokens: "none",
         state_dir: None,
     };
     let api = crate::control::Api::new(Arc::new(Quiet), about);
     let publish = |_: Vec<Arc<crate::fleet::Rule>>| {};
     api.ready(Arc::new(crate::control::Store::open(None, publish).unwrap()));
-    tokio::spawn(crate::control::serve(listener, api, std::future::pending()));
+    let metrics = Arc::new(crate::telemetry::Metrics::new().unwrap());
+    let guard = Arc::new(crate::control::Guard::new(None, false, metrics));
+    tokio::spawn(crate::control::serve(listener, api, guard, None, std::future::pending()));
     let flags = ["--port".to_owned(), address.port().to_string()];
     let run =
         async |line: &str| execute_line(line, &flags).await.map_err(|error| (error.exit_code(), error.to_string()));

@@ -79,7 +79,7 @@ const STEPS: [&str; 8] =
 
 impl Verify {
     pub(super) async fn run(&self, api: &Api, output: Option<Output>) -> Result<Answer, CliError> {
-        let http = reqwest::Client::builder().no_proxy().timeout(self.patience()).build();
+        let http = crate::tls::plain_client().no_proxy().timeout(self.patience()).build();
         let http = http.map_err(|error| CliError::Failed(format!("make an HTTP client: {error}")))?;
         let mut gate =
             Gate { api, http, verify: self, rule: Value::Null, prompt: prompt(1), owner: None, cached: None };

@@ -1,54 +1,139 @@
-//! The access log's settings.
+//! Who may use the API, and how it is reached.
 
-use std::num::NonZeroU64;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 
-use super::{Both, ConfigError, UpFlags};
-use crate::telemetry::access::{Destination, Sampling};
+use super::env::ConfigError;
+use super::{Both, ClientFlags, UpFlags};
+use crate::secret::Hidden;
+use crate::tls::{Files, Trust};
 
-/// One request in so many has a line where a sample is asked for and not how large.
-const SAMPLE: u64 = 100;
-/// With fewer than one in so many nobody would see a line.
-const SAMPLE_MAX: u64 = 1_000_000;
-
-/// The access log.
+/// Who may use the API.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct AccessLog {
-    /// Which requests have a line.
-    pub sampling: Sampling,
-    /// Where lines go.
-    pub destination: Destination,
+pub struct Access {
+    /// The tokens; `None`: everybody may do everything.
+    pub tokens: Option<TokenFiles>,
+    /// Whether everybody may read the metrics.
+    pub open_metrics: bool,
+    /// Its certificate and key; `None`: plain HTTP.
+    pub tls: Option<Files>,
 }
 
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Mode {
-    #[default]
-    Off,
-    Sampled,
-    Full,
+/// Where the API's tokens are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenFiles {
+    /// Of the one that opens everything.
+    pub admin: PathBuf,
+    /// Of the one that opens what only reads.
+    pub read: Option<PathBuf>,
 }
 
-const MODES: [(&str, Mode); 3] = [("off", Mode::Off), ("sampled", Mode::Sampled), ("full", Mode::Full)];
-
-impl AccessLog {
-    /// The settings, and what an operator should know of them.
-    pub(super) fn read(flags: &UpFlags, both: &Both<'_>) -> Result<(Self, Vec<String>), ConfigError> {
-        let mode = both.word("--access-log", flags.access_log.as_ref(), "KVLB_ACCESS_LOG", &MODES)?;
-        let sample = both.text("--access-log-sample", flags.access_log_sample.as_ref(), "KVLB_ACCESS_LOG_SAMPLE")?;
-        let count = sample.map_or(Ok(SAMPLE), |setting| setting.number(1, SAMPLE_MAX))?;
-        let sampling = match mode {
-            Mode::Off => Sampling::Off,
-            Mode::Sampled => NonZeroU64::new(count).map_or(Sampling::Full, Sampling::OneIn),
-            Mode::Full => Sampling::Full,
+impl Access {
+    /// What guards an API that listens at `api`, which the setting `name` says.
+    pub(super) fn read(
+        flags: &UpFlags,
+        both: &Both<'_>,
+        (name, api): (&'static str, SocketAddr),
+    ) -> Result<Self, ConfigError> {
+        let admin = both.file(flags.api_token_file.as_deref(), "KVLB_API_TOKEN_FILE")?;
+        let read = both.file(flags.api_read_token_file.as_deref(), "KVLB_API_READ_TOKEN_FILE")?;
+        let without = both.switch(flags.api_without_token, "KVLB_API_WITHOUT_TOKEN")?;
+        let tokens = match (admin, read) {
+            (Some(_), _) if without => return Err(ConfigError::Both("--api-token-file", "--api-without-token")),
+            (Some(admin), read) => Some(TokenFiles { admin, read }),
+            (None, Some(_)) => return Err(ConfigError::Needs("--api-read-token-file", "--api-token-file")),
+            (None, None) => None,
         };
-        let path = both.path(flags.access_log_file.as_deref(), "KVLB_ACCESS_LOG_FILE", "-")?;
-        let destination = if path.as_os_str() == "-" { Destination::Stdout } else { Destination::File(path) };
-        let mut warnings = Vec::new();
-        if sample.is_some() && mode != Mode::Sampled {
-            warnings.push("--access-log-sample has no effect without --access-log sampled".to_owned());
+        if tokens.is_none() && !without && !is_local(api) {
+            return Err(ConfigError::Unguarded { name, address: api });
         }
-        if destination != Destination::Stdout && mode == Mode::Off {
-            warnings.push("--access-log-file has no effect without --access-log sampled or full".to_owned());
+        let cert = both.file(flags.api_tls_cert.as_deref(), "KVLB_API_TLS_CERT")?;
+        let key = both.file(flags.api_tls_key.as_deref(), "KVLB_API_TLS_KEY")?;
+        let client_ca = both.file(flags.api_client_ca.as_deref(), "KVLB_API_CLIENT_CA")?;
+        let tls = match (cert, key) {
+            (Some(cert), Some(key)) => Some(Files { cert, key, client_ca }),
+            (Some(_), None) => return Err(ConfigError::Needs("--api-tls-cert", "--api-tls-key")),
+            (None, Some(_)) => return Err(ConfigError::Needs("--api-tls-key", "--api-tls-cert")),
+            (None, None) if client_ca.is_some() => return Err(ConfigError::Needs("--api-client-ca", "--api-tls-cert")),
+            (None, None) => None,
+        };
+        Ok(Self { tokens, open_metrics: both.switch(flags.api_open_metrics, "KVLB_API_OPEN_METRICS")?, tls })
+    }
+}
+
+/// Whether only this machine reaches an address. An IPv4 address written as IPv6 is what it is.
+pub fn is_local(address: SocketAddr) -> bool {
+    address.ip().to_canonical().is_loopback()
+}
+
+/// What a client shows to the API.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Credential {
+    /// The token itself.
+    Token(Hidden),
+    /// The file that holds it.
+    File(PathBuf),
+}
+
+impl Credential {
+    /// A flag wins over both variables.
+    pub(super) fn read(flags: &ClientFlags, both: &Both<'_>) -> Result<Option<Self>, ConfigError> {
+        let token = |token: &Hidden| Self::Token(token.clone());
+        match (&flags.token, &flags.token_file) {
+            (Some(_), Some(_)) => return Err(ConfigError::Both("--token", "--token-file")),
+            (Some(given), None) => return Ok(Some(token(given))),
+            (None, Some(file)) => return Ok(Some(Self::File(file.clone()))),
+            (None, None) => {}
         }
-        Ok((Self { sampling, destination }, warnings))
+        match (both.env.setting("KVLB_TOKEN")?, both.file(None, "KVLB_TOKEN_FILE")?) {
+            (Some(_), Some(_)) => Err(ConfigError::Both("KVLB_TOKEN", "KVLB_TOKEN_FILE")),
+            (Some(setting), None) => Ok(Some(Self::Token(Hidden::from(setting.value)))),
+            (None, file) => Ok(file.map(Self::File)),
+        }
+    }
+}
+
+/// Whom a client trusts; `None` over plain HTTP, to which none of it applies.
+pub(super) fn trust(flags: &ClientFlags, both: &Both<'_>, https: bool) -> Result<Option<Trust>, ConfigError> {
+    let ca = both.file(flags.cacert.as_deref(), "KVLB_CACERT")?;
+    let blindly = both.switch(flags.insecure, "KVLB_INSECURE")?;
+    let cert = both.file(flags.cert.as_deref(), "KVLB_CERT")?;
+    let key = both.file(flags.key.as_deref(), "KVLB_KEY")?;
+    if !https {
+        // Said by a flag, it was meant for this call; a variable may be meant for others.
+        let given: [(&'static str, bool); 4] = [
+            ("--cacert", flags.cacert.is_some()),
+            ("--insecure", flags.insecure),
+            ("--cert", flags.cert.is_some()),
+            ("--key", flags.key.is_some()),
+        ];
+        let meant = given.into_iter().find(|(_, given)| *given);
+        return meant.map_or(Ok(None), |(flag, _)| Err(ConfigError::Needs(flag, "--protocol https")));
+    }
+    let own = match (cert, key) {
+        (Some(cert), Some(key)) => Some((cert, key)),
+        (None, None) => None,
+        (Some(_), None) => return Err(ConfigError::Needs("--cert", "--key")),
+        (None, Some(_)) => return Err(ConfigError::Needs("--key", "--cert")),
+    };
+    if blindly && ca.is_some() {
+        return Err(ConfigError::Both("--insecure", "--cacert"));
+    }
+    Ok(Some(Trust { ca, blindly, own }))
+}
+
+impl Both<'_> {
+    fn file(&self, given: Option<&Path>, variable: &'static str) -> Result<Option<PathBuf>, ConfigError> {
+        match given {
+            Some(path) => Ok(Some(path.to_owned())),
+            None => Ok(self.env.setting(variable)?.map(|setting| PathBuf::from(setting.value))),
+        }
+    }
+
+    fn switch(&self, given: bool, variable: &'static str) -> Result<bool, ConfigError> {
+        if given {
+            return Ok(true);
+        }
+        self.env.setting(variable)?.map_or(Ok(false), |setting| setting.switch())
     }
 }

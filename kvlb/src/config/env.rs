@@ -1,6 +1,7 @@
 //! The environment, read once.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 /// All variables of a process, as they were when it was made.
 #[derive(Clone, Debug, Default)]
@@ -106,4 +107,17 @@ pub enum ConfigError {
     /// Two flags that contradict each other.
     #[error("{0} and {1} contradict each other")]
     Both(&'static str, &'static str),
+    /// An API that everybody would reach and nobody guard.
+    #[error(
+        "{name} {address} can be reached from other hosts, and no token guards it. Three ways out: --api-token-file \
+         FILE (make one: `(umask 077; openssl rand -hex 32 > FILE)`), a loopback address as 127.0.0.1:{}, or \
+         --api-without-token where whoever reaches it may change rules [api_unguarded]",
+        address.port()
+    )]
+    Unguarded {
+        /// The flag or the variable.
+        name: &'static str,
+        /// Where the API would listen.
+        address: SocketAddr,
+    },
 }

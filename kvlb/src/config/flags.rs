@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::secret::Hidden;
+
 /// The flags of `kvlb up`. Each has a `KVLB_*` twin in the environment; the flag wins.
 #[derive(Args, Clone, Debug, Default)]
 pub struct UpFlags {
@@ -17,9 +19,42 @@ pub struct UpFlags {
     #[arg(long, value_name = "URL")]
     pub endpoint: Vec<String>,
 
-    /// Where the REST API listens; it has no authentication [env: KVLB_API] [default: 127.0.0.1:11111]
+    /// Where the REST API listens; where other hosts reach it, --api-token-file is needed too
+    /// [env: KVLB_API] [default: 127.0.0.1:11111]
     #[arg(long, value_name = "ADDR:PORT")]
     pub api: Option<String>,
+
+    /// A file of mode 600 with the token that opens the whole API; read again when it changes
+    /// [env: KVLB_API_TOKEN_FILE]
+    #[arg(long, value_name = "FILE")]
+    pub api_token_file: Option<PathBuf>,
+
+    /// The same for a token that may only read [env: KVLB_API_READ_TOKEN_FILE]
+    #[arg(long, value_name = "FILE")]
+    pub api_read_token_file: Option<PathBuf>,
+
+    /// Serve the API without a token although other hosts reach it: whoever does may change rules
+    /// [env: KVLB_API_WITHOUT_TOKEN]
+    #[arg(long)]
+    pub api_without_token: bool,
+
+    /// Let everybody read the metrics, whom the API's tokens otherwise keep out [env: KVLB_API_OPEN_METRICS]
+    #[arg(long)]
+    pub api_open_metrics: bool,
+
+    /// The API's certificate and those up to the root (PEM); it speaks HTTPS then, and nothing else
+    /// [env: KVLB_API_TLS_CERT]
+    #[arg(long, value_name = "FILE")]
+    pub api_tls_cert: Option<PathBuf>,
+
+    /// The key of that certificate (PEM), a file of mode 600 [env: KVLB_API_TLS_KEY]
+    #[arg(long, value_name = "FILE")]
+    pub api_tls_key: Option<PathBuf>,
+
+    /// Who signs the certificates that the API's clients must show (PEM), besides their token
+    /// [env: KVLB_API_CLIENT_CA]
+    #[arg(long, value_name = "FILE")]
+    pub api_client_ca: Option<PathBuf>,
 
     /// Staged tokenizers, one folder per model slug [env: KVLB_TOKENIZER_DIR] [default: /etc/loxilb/tokenizers]
     #[arg(long, value_name = "DIR")]
@@ -109,15 +144,49 @@ pub struct ClientFlags {
     #[arg(short = 'p', long, global = true, value_name = "PORT", help_heading = "API")]
     pub port: Option<String>,
 
-    /// Protocol of the API [default: http]
+    /// Protocol of the API [env: KVLB_PROTOCOL] [default: http]
     #[arg(long, global = true, value_name = "PROTOCOL", value_parser = ["http", "https"], help_heading = "API")]
     pub protocol: Option<String>,
 
-    /// Seconds to wait for an answer [default: 10]
+    /// Seconds to wait for an answer [env: KVLB_TIMEOUT] [default: 10]
     #[arg(short = 't', long, global = true, value_name = "SECONDS", help_heading = "API")]
     pub timeout: Option<String>,
 
-    /// Sent as a bearer token, for a gateway in front of the API
+    /// A file with the API's token, of mode 600, or a pipe [env: KVLB_TOKEN_FILE]
+    #[arg(long, global = true, value_name = "FILE", help_heading = "API")]
+    pub token_file: Option<PathBuf>,
+
+    /// The token itself; every user of this machine sees it in ps, so --token-file is better [env: KVLB_TOKEN]
     #[arg(long, global = true, value_name = "TOKEN", help_heading = "API")]
-    pub token: Option<String>,
+    pub token: Option<Hidden>,
+
+    /// Who signs the API's certificate (PEM), instead of those whom this machine trusts [env: KVLB_CACERT]
+    #[arg(long, global = true, value_name = "FILE", help_heading = "API")]
+    pub cacert: Option<PathBuf>,
+
+    /// Take any certificate for the API's: whoever is on the way can read the token [env: KVLB_INSECURE]
+    #[arg(short = 'k', long, global = true, help_heading = "API")]
+    pub insecure: bool,
+
+    /// A certificate to show, where the API asks for one (PEM) [env: KVLB_CERT]
+    #[arg(long, global = true, value_name = "FILE", help_heading = "API")]
+    pub cert: Option<PathBuf>,
+
+    /// The key of that certificate (PEM), a file of mode 600 [env: KVLB_KEY]
+    #[arg(long, global = true, value_name = "FILE", help_heading = "API")]
+    pub key: Option<PathBuf>,
+
+    /// Tokens are bearer tokens in any case
+    #[arg(long, global = true, hide = true)]
+    pub bearer: bool,
+}
+
+impl ClientFlags {
+    /// Whether any of them was given.
+    pub fn any(&self) -> bool {
+        let Self { apiserver, port, protocol, timeout, token_file, token, cacert, insecure, cert, key, bearer } = self;
+        let texts = [apiserver, port, protocol, timeout].into_iter().any(Option::is_some);
+        let files = [token_file, cacert, cert, key].into_iter().any(Option::is_some);
+        texts || files || token.is_some() || *insecure || *bearer
+    }
 }

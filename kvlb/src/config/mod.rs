@@ -5,6 +5,7 @@
 //! valid; a value that is not is refused by the name of its flag or variable, with what is allowed.
 
 mod access;
+mod access_log;
 mod engines;
 mod env;
 mod flags;
@@ -17,7 +18,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-pub use access::AccessLog;
+pub use access::{Access, Credential, TokenFiles, is_local};
+pub use access_log::AccessLog;
 pub use engines::{Engines, ZeroTouch};
 pub use env::{ConfigError, Env};
 pub use flags::{ClientFlags, UpFlags};
@@ -27,6 +29,7 @@ use env::Setting;
 
 use crate::proxy::Io;
 use crate::telemetry::LogFormat;
+use crate::tls::Trust;
 
 /// LoxiLB's API port.
 const API_PORT: u16 = 11_111;
@@ -46,6 +49,8 @@ const CLIENT_TIMEOUT_SECONDS: u64 = 10;
 pub struct Config {
     /// Where the REST API listens.
     pub api: SocketAddr,
+    /// Who may use it.
+    pub access: Access,
     /// Where rules are kept; `None`: in memory only.
     pub state_dir: Option<PathBuf>,
     /// Where tokenizers are staged.
@@ -101,8 +106,14 @@ impl Config {
         let both = Both { env };
         let path = |flag: Option<&Path>, variable, default: &str| both.path(flag, variable, default);
         let (access_log, of_access_log) = AccessLog::read(flags, &both)?;
+        let listen = both.text("--api", flags.api.as_ref(), "KVLB_API")?;
+        let (name, api) = match &listen {
+            Some(setting) => (setting.name, api(setting)?),
+            None => ("--api", api_default()),
+        };
         Ok(Self {
-            api: both.text("--api", flags.api.as_ref(), "KVLB_API")?.map_or_else(|| Ok(api_default()), |s| api(&s))?,
+            api,
+            access: Access::read(flags, &both, (name, api))?,
             state_dir: state_dir(flags, &both)?,
             tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", TOKENIZER_DIR)?,
             datapath: both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?,
@@ -145,8 +156,15 @@ const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll"
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 22] = [
+const TWINS: [&str; 37] = [
     "KVLB_API",
+    "KVLB_API_TOKEN_FILE",
+    "KVLB_API_READ_TOKEN_FILE",
+    "KVLB_API_WITHOUT_TOKEN",
+    "KVLB_API_OPEN_METRICS",
+    "KVLB_API_TLS_CERT",
+    "KVLB_API_TLS_KEY",
+    "KVLB_API_CLIENT_CA",
     "KVLB_TOKENIZER_DIR",
     "KVLB_STATE_DIR",
     "KVLB_NO_STATE",
@@ -168,6 +186,14 @@ const TWINS: [&str; 22] = [
     "KVLB_ENDPOINT",
     "KVLB_APISERVER",
     "KVLB_APIPORT",
+    "KVLB_PROTOCOL",
+    "KVLB_TIMEOUT",
+    "KVLB_TOKEN",
+    "KVLB_TOKEN_FILE",
+    "KVLB_CACERT",
+    "KVLB_INSECURE",
+    "KVLB_CERT",
+    "KVLB_KEY",
 ];
 
 /// A flag, else its twin.
@@ -306,7 +332,9 @@ pub struct Client {
     /// How long to wait for an answer.
     pub timeout: Duration,
     /// Sent as a bearer token.
-    pub token: Option<String>,
+    pub credential: Option<Credential>,
+    /// Whom to trust; `None` over plain HTTP.
+    pub trust: Option<Trust>,
 }
 
 impl Client {
@@ -320,17 +348,16 @@ impl Client {
         let port = both.text("--port", flags.port.as_ref(), "KVLB_APIPORT")?;
         let port = port.map_or_else(|| Ok(API_PORT.into()), |setting| setting.number(1, 65_535))?;
         let host = host.map_or_else(|| Ok("127.0.0.1".to_owned()), |setting| api_host(&setting))?;
-        if flags.protocol.as_deref() == Some("https") {
-            let setting = Setting { name: "--protocol", value: "https" };
-            return Err(setting.bad("http (TLS is not served yet; reach the API through a tunnel)"));
-        }
-        let timeout = flags.timeout.as_ref().map(|value| Setting { name: "--timeout", value });
+        let protocol = both.text("--protocol", flags.protocol.as_ref(), "KVLB_PROTOCOL")?;
+        let https = protocol.map_or(Ok(false), |setting| setting.word(&[("http", false), ("https", true)]))?;
+        let timeout = both.text("--timeout", flags.timeout.as_ref(), "KVLB_TIMEOUT")?;
         Ok(Self {
-            url: format!("http://{host}:{port}"),
+            url: format!("{}://{host}:{port}", if https { "https" } else { "http" }),
             timeout: Duration::from_secs(
                 timeout.map_or(Ok(CLIENT_TIMEOUT_SECONDS), |setting| setting.number(1, 3_600))?,
             ),
-            token: flags.token.clone(),
+            credential: Credential::read(flags, &both)?,
+            trust: access::trust(flags, &both, https)?,
         })
     }
 }

@@ -5,7 +5,9 @@ use std::num::NonZeroU64;
 use super::*;
 use crate::contract::NoneSeed;
 use crate::policy::{Blend, Settings};
+use crate::secret::Hidden;
 use crate::telemetry::access::{Destination, Sampling};
+use crate::tls::{Files, Trust};
 
 fn with_env<'a>(variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Config, ConfigError> {
     Config::new(&UpFlags::default(), &Env::of(variables), 2)
@@ -16,6 +18,7 @@ fn nothing_set_is_the_documented_default() {
     let config = with_env([]).unwrap();
     let expected = Config {
         api: "127.0.0.1:11111".parse().unwrap(),
+        access: Access::default(),
         state_dir: Some("/var/lib/kvlb".into()),
         tokenizer_dir: "/etc/loxilb/tokenizers".into(),
         datapath: Datapath::Auto,
@@ -57,6 +60,13 @@ fn a_core_is_left_to_the_rest_from_four_up() {
 fn every_flag_has_a_twin_and_wins_over_it() {
     let env = Env::of([
         ("KVLB_API", "[::1]:1"),
+        ("KVLB_API_TOKEN_FILE", "/k/t"),
+        ("KVLB_API_READ_TOKEN_FILE", "/k/r"),
+        ("KVLB_API_OPEN_METRICS", "on"),
+        ("KVLB_API_WITHOUT_TOKEN", "off"),
+        ("KVLB_API_TLS_CERT", "/k/c"),
+        ("KVLB_API_TLS_KEY", "/k/k"),
+        ("KVLB_API_CLIENT_CA", "/k/ca"),
         ("KVLB_TOKENIZER_DIR", "/t"),
         ("KVLB_STATE_DIR", "/s"),
         ("KVLB_DATAPATH", "none"),
@@ -88,7 +98,16 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     let seventh = Sampling::OneIn(NonZeroU64::new(7).unwrap());
     assert_eq!(by_env.access_log, AccessLog { sampling: seventh, destination: Destination::File("/a".into()) });
     assert!(!by_env.trace_context);
-    assert!(by_env.warnings.is_empty());
+    let access = |dir: &str, open_metrics| {
+        let file = |name: &str| PathBuf::from(format!("{dir}/{name}"));
+        Access {
+            tokens: Some(TokenFiles { admin: file("t"), read: Some(file("r")) }),
+            open_metrics,
+            tls: Some(Files { cert: file("c"), key: file("k"), client_ca: Some(file("ca")) }),
+        }
+    };
+    assert_eq!(by_env.access, access("/k", true));
+    assert!(by_env.warnings.is_empty(), "{:?}", by_env.warnings);
 
     let text = |text: &str| Some(text.to_owned());
     let flags = UpFlags {
@@ -96,6 +115,13 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         endpoint: vec!["http://c:1/v1".to_owned()],
         engine_key: text("l"),
         api: text("127.0.0.1:2"),
+        api_token_file: Some("/l/t".into()),
+        api_read_token_file: Some("/l/r".into()),
+        api_without_token: false,
+        api_open_metrics: true,
+        api_tls_cert: Some("/l/c".into()),
+        api_tls_key: Some("/l/k".into()),
+        api_client_ca: Some("/l/ca".into()),
         tokenizer_dir: Some("/u".into()),
         state_dir: None,
         no_state: true,
@@ -114,7 +140,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         log_level: text("debug"),
     };
     let by_flag = Config::new(&flags, &env, 2).unwrap();
-    assert_eq!(by_flag.text_cache, 4 << 20);
+    assert_eq!((by_flag.text_cache, by_flag.access), (4 << 20, access("/l", true)));
     assert_eq!((by_flag.api.port(), by_flag.threads, by_flag.state_dir), (2, 1, None));
     assert_eq!((&by_flag.tokenizer_dir, &by_flag.pin_dir), (&PathBuf::from("/u"), &PathBuf::from("/q")));
     assert_eq!((by_flag.datapath, by_flag.io, by_flag.log_format), (Datapath::Auto, Io::Epoll, LogFormat::Text));
@@ -126,6 +152,115 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert!(by_flag.trace_context && by_flag.warnings.len() == 1, "a sample of all is none: {:?}", by_flag.warnings);
     assert_eq!(by_flag.log_level, "debug");
     assert_eq!((by_flag.engine_key.as_deref(), by_flag.zero_touch), (Some("l"), Some(pool("[::]:81", &["c:1"]))));
+}
+
+#[test]
+fn an_api_that_others_reach_needs_a_token_unless_it_is_said_that_it_does_not() {
+    let with = |api: &str, change: fn(&mut UpFlags)| {
+        let mut flags = UpFlags { api: Some(api.to_owned()), ..UpFlags::default() };
+        change(&mut flags);
+        Config::new(&flags, &Env::default(), 2).map(|config| config.access)
+    };
+    for api in ["127.0.0.1:11111", "127.9.8.7:1", "[::1]:11111", "[::ffff:127.0.0.1]:11111"] {
+        assert_eq!(with(api, |_| {}), Ok(Access::default()), "{api}");
+    }
+    for api in [
+        "0.0.0.0:11111",
+        "[::]:11111",
+        "192.0.2.1:11111",
+        "[2001:db8::1]:11111",
+        "[::ffff:192.0.2.1]:1",
+        "[::ffff:0.0.0.0]:1",
+    ] {
+        let error = with(api, |_| {}).unwrap_err();
+        assert_eq!(error, ConfigError::Unguarded { name: "--api", address: api.parse().unwrap() });
+        let text = error.to_string();
+        for part in ["--api-token-file", "127.0.0.1:", "--api-without-token", "[api_unguarded]", api] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let token = with(api, |flags| flags.api_token_file = Some("/t".into())).unwrap();
+        assert_eq!(token.tokens, Some(TokenFiles { admin: "/t".into(), read: None }), "{api}");
+        assert_eq!(with(api, |flags| flags.api_without_token = true), Ok(Access::default()), "{api}");
+    }
+    let error = Config::new(&UpFlags::default(), &Env::of([("KVLB_API", "[::]:5")]), 2).unwrap_err().to_string();
+    assert!(error.starts_with("KVLB_API [::]:5 can be reached"), "{error}");
+}
+
+#[test]
+fn half_of_a_guard_is_refused() {
+    type Change = fn(&mut UpFlags);
+    let cases: [(Change, &str); 6] = [
+        (|f| f.api_read_token_file = Some("/r".into()), "--api-read-token-file needs --api-token-file too"),
+        (|f| f.api_tls_cert = Some("/c".into()), "--api-tls-cert needs --api-tls-key too"),
+        (|f| f.api_tls_key = Some("/k".into()), "--api-tls-key needs --api-tls-cert too"),
+        (|f| f.api_client_ca = Some("/a".into()), "--api-client-ca needs --api-tls-cert too"),
+        (
+            |f| (f.api_tls_key, f.api_client_ca) = (Some("/k".into()), Some("/a".into())),
+            "--api-tls-key needs --api-tls-cert too",
+        ),
+        (
+            |f| (f.api_token_file, f.api_without_token) = (Some("/t".into()), true),
+            "--api-token-file and --api-without-token contradict each other",
+        ),
+    ];
+    for (change, expected) in cases {
+        let mut flags = UpFlags::default();
+        change(&mut flags);
+        let error = Config::new(&flags, &Env::default(), 2).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
+fn a_client_shows_one_token_and_a_flag_wins_over_variables() {
+    let hidden = |text: &str| Some(Credential::Token(Hidden::from(text)));
+    let read = |flags: ClientFlags, env: &[(&str, &str)]| {
+        Client::new(&flags, &Env::of(env.iter().copied())).map(|client| client.credential)
+    };
+    let none = ClientFlags::default;
+    let token = || ClientFlags { token: Some(Hidden::from("flag")), ..none() };
+    let file = || ClientFlags { token_file: Some("/flag".into()), ..none() };
+    let both = [("KVLB_TOKEN", "variable"), ("KVLB_TOKEN_FILE", "/variable")];
+    assert_eq!(read(none(), &[]), Ok(None));
+    assert_eq!(read(none(), &both[..1]), Ok(hidden("variable")));
+    assert_eq!(read(none(), &both[1..]), Ok(Some(Credential::File("/variable".into()))));
+    assert_eq!(read(token(), &both), Ok(hidden("flag")));
+    assert_eq!(read(file(), &both), Ok(Some(Credential::File("/flag".into()))));
+    assert_eq!(read(none(), &both), Err(ConfigError::Both("KVLB_TOKEN", "KVLB_TOKEN_FILE")));
+    let two = ClientFlags { token_file: Some("/flag".into()), ..token() };
+    assert_eq!(read(two, &[]), Err(ConfigError::Both("--token", "--token-file")));
+    let shown = format!("{:?} {:?}", token(), Client::new(&token(), &Env::default()));
+    assert!(shown.contains("hidden") && !shown.contains("\"flag\""), "{shown}");
+}
+
+#[test]
+fn who_speaks_https_says_whom_to_trust_and_who_does_not_has_no_use_for_it() {
+    let https = || ClientFlags { protocol: Some("https".to_owned()), ..ClientFlags::default() };
+    let trust = |flags: &ClientFlags, env: &[(&str, &str)]| Client::new(flags, &Env::of(env.iter().copied()));
+    let client = trust(&https(), &[]).unwrap();
+    assert_eq!((client.url.as_str(), client.trust), ("https://127.0.0.1:11111", Some(Trust::default())));
+    let by_env = trust(
+        &ClientFlags::default(),
+        &[("KVLB_PROTOCOL", "https"), ("KVLB_CACERT", "/a"), ("KVLB_CERT", "/c"), ("KVLB_KEY", "/k")],
+    );
+    let own = Some((PathBuf::from("/c"), PathBuf::from("/k")));
+    assert_eq!(by_env.unwrap().trust, Some(Trust { ca: Some("/a".into()), blindly: false, own }));
+    let blind = trust(&https(), &[("KVLB_INSECURE", "1")]).unwrap();
+    assert_eq!(blind.trust, Some(Trust { blindly: true, ..Trust::default() }));
+    // Variables may be meant for other calls; flags are meant for this one.
+    assert_eq!(trust(&ClientFlags::default(), &[("KVLB_CACERT", "/a")]).unwrap().trust, None);
+    for (flags, expected) in [
+        (ClientFlags { cacert: Some("/a".into()), ..ClientFlags::default() }, "--cacert needs --protocol https too"),
+        (ClientFlags { insecure: true, ..ClientFlags::default() }, "--insecure needs --protocol https too"),
+        (ClientFlags { cert: Some("/c".into()), ..https() }, "--cert needs --key too"),
+        (ClientFlags { key: Some("/k".into()), ..https() }, "--key needs --cert too"),
+        (
+            ClientFlags { insecure: true, cacert: Some("/a".into()), ..https() },
+            "--insecure and --cacert contradict each other",
+        ),
+    ] {
+        assert_eq!(trust(&flags, &[]).unwrap_err().to_string(), expected);
+    }
 }
 
 fn pool(listen: &str, endpoints: &[&str]) -> ZeroTouch {
@@ -293,5 +428,5 @@ fn a_client_reaches_the_api_where_flags_and_variables_say() {
     let port = ClientFlags { port: Some("0".to_owned()), ..ClientFlags::default() };
     assert!(url(&port, &[]).is_err_and(|text| text == "--port is \"0\"; allowed: 1 to 65535"));
     let tls = ClientFlags { protocol: Some("https".to_owned()), ..ClientFlags::default() };
-    assert!(url(&tls, &[]).is_err_and(|text| text.contains("TLS is not served yet")));
+    assert_eq!(url(&tls, &[]), Ok("https://127.0.0.1:11111".to_owned()));
 }

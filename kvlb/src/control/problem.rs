@@ -198,6 +198,18 @@ pub enum Problem {
     /// A body of another type.
     #[error("content type {0:?} is not supported: send application/json")]
     MediaType(String),
+    /// A request without a token, where one is asked for.
+    #[error("this API asks for a token: send Authorization: Bearer TOKEN")]
+    TokenMissing,
+    /// A token that nobody gave out.
+    #[error("the token is not one of this API's")]
+    TokenWrong,
+    /// A token that may only read.
+    #[error("the token may only read: this needs the administrator's")]
+    TokenReadOnly,
+    /// Plain HTTP where TLS is spoken.
+    #[error("this port speaks HTTPS only")]
+    HttpsNeeded,
     /// The rules are being loaded.
     #[error("kvlb is starting: its rules are not loaded yet")]
     Starting,
@@ -214,6 +226,8 @@ impl Problem {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NoRule(_) | Self::NoEndpoint(_) | Self::NoPath(_) => StatusCode::NOT_FOUND,
+            Self::TokenMissing | Self::TokenWrong => StatusCode::UNAUTHORIZED,
+            Self::TokenReadOnly => StatusCode::FORBIDDEN,
             Self::MethodNotAllowed(_) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Immutable { .. }
             | Self::Overlap { .. }
@@ -262,9 +276,23 @@ impl Problem {
             Self::TooLarge(_) => "too_large",
             Self::BrokenBody(_) => "broken_body",
             Self::MediaType(_) => "media_type",
+            Self::TokenMissing => "token_missing",
+            Self::TokenWrong => "token_wrong",
+            Self::TokenReadOnly => "token_read_only",
+            Self::HttpsNeeded => "https_needed",
             Self::Starting => "starting",
             Self::NotDurable(_) => "not_durable",
             Self::Unavailable(_) => "unavailable",
+        }
+    }
+
+    /// What a client is told of how to show itself (RFC 6750).
+    fn challenge(&self) -> Option<&'static str> {
+        match self {
+            Self::TokenMissing => Some("Bearer realm=\"kvlb\""),
+            Self::TokenWrong => Some("Bearer realm=\"kvlb\", error=\"invalid_token\""),
+            Self::TokenReadOnly => Some("Bearer realm=\"kvlb\", error=\"insufficient_scope\""),
+            _ => None,
         }
     }
 
@@ -284,6 +312,9 @@ impl IntoResponse for Problem {
         let mut response = (self.status(), Json(self.body())).into_response();
         if self.status() == StatusCode::SERVICE_UNAVAILABLE {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));
+        }
+        if let Some(challenge) = self.challenge() {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
         }
         response
     }
@@ -312,6 +343,19 @@ mod tests {
         let response = Problem::Starting.into_response();
         assert_eq!(response.status(), 503);
         assert_eq!(response.headers().get("retry-after").and_then(|v| v.to_str().ok()), Some("5"));
+    }
+
+    #[test]
+    fn who_has_no_right_is_told_how_to_show_it() {
+        for (problem, status) in
+            [(Problem::TokenMissing, 401), (Problem::TokenWrong, 401), (Problem::TokenReadOnly, 403)]
+        {
+            let response = problem.into_response();
+            assert_eq!(response.status(), status);
+            let challenge = response.headers().get("www-authenticate").and_then(|v| v.to_str().ok());
+            assert!(challenge.is_some_and(|text| text.starts_with("Bearer realm=")), "{challenge:?}");
+        }
+        assert!(Problem::HttpsNeeded.into_response().headers().get("www-authenticate").is_none());
     }
 
     #[test]

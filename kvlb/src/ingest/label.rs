@@ -26,7 +26,7 @@ pub(crate) struct Scrape {
 /// # Errors
 /// As the client says.
 pub(crate) fn client() -> Result<reqwest::Client, reqwest::Error> {
-    reqwest::Client::builder().no_proxy().redirect(reqwest::redirect::Policy::none()).pool_max_idle_per_host(0).build()
+    crate::tls::plain_client().no_proxy().redirect(reqwest::redirect::Policy::none()).pool_max_idle_per_host(0).build()
 }
 
 /// Reads `http://authority/metrics`.

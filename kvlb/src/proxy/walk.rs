@@ -196,8 +196,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     async fn again(&mut self, target: TargetOf<P>) -> Result<Reached<B, P>, End> {
         self.client.phase.set(Phase::Connect);
         self.arm(None, Limit::Total);
-        let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
-        match self.client.watch(None, Box::pin(connect)).await? {
+        match self.connect(&target).await? {
             Ok(leg) => Ok((leg, target)),
             Err(ConnectFailure::Ours) => {
                 self.pass_over(Event::Unasked { position: target.position });
@@ -315,6 +314,15 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         reply
     }
 
+    /// A fresh connection to an endpoint.
+    async fn connect(&mut self, target: &TargetOf<P>) -> Result<Result<Leg<B::Stream>, ConnectFailure>, End> {
+        let since = self.client.has_entry().then(clock::now);
+        let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
+        let connected = self.client.watch(None, Box::pin(connect)).await;
+        self.note_connect(since);
+        Ok(connected?.inspect(|leg| self.note_endpoint(leg, target.position)))
+    }
+
     /// An endpoint with a connection to it: `next`, else the rule's choice, and where that cannot be reached another,
     /// until nobody is left.
     pub(super) async fn reach(
@@ -337,15 +345,8 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 self.note_endpoint(&leg, target.position);
                 return Ok((leg, target));
             }
-            let since = self.client.has_entry().then(clock::now);
-            let connect = self.client.lane().fresh_leg(&target.addresses, self.terms.limits.connect);
-            let connected = self.client.watch(None, Box::pin(connect)).await;
-            self.note_connect(since);
-            let failure = match connected? {
-                Ok(leg) => {
-                    self.note_endpoint(&leg, target.position);
-                    return Ok((leg, target));
-                }
+            let failure = match self.connect(&target).await? {
+                Ok(leg) => return Ok((leg, target)),
                 Err(failure) => failure,
             };
             if failure == ConnectFailure::Ours {

@@ -179,6 +179,12 @@ families! {
     /// Lines of the access log that were not, by cause.
     access_log_dropped: counters("kvlb_access_log_dropped_total", ["reason"]);
 
+    // The API.
+    /// Requests and connections that the API turned away, by cause.
+    api_denied: counters("kvlb_api_denied_total", ["reason"]);
+    /// Changed files of the API's tokens or TLS that were of no use, so that what they held before stays in force.
+    api_reload_failures: counters("kvlb_api_reload_failures_total", ["what", "reason"]);
+
     // The process.
     /// 1 for each degraded state that holds now.
     degraded: gauges("kvlb_degraded", ["what"]);

@@ -1,21 +1,31 @@
-//! The API's connections: so many at a time, and none that only waits.
+//! The API's connections: so many at a time, none that only waits, and each in TLS where that is asked for.
 //!
 //! The API shares the process's descriptors with the traffic, so that clients of it that open connections and say
-//! nothing must not take them all, nor for ever.
+//! nothing must not take them all, nor for ever. Handshakes happen on the connection's own task: a slow one holds up nobody.
 
 use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use axum::Router;
+use axum::http::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Sleep, sleep, timeout};
+use tokio_rustls::TlsAcceptor;
 
-use crate::clock;
+use super::guard::{Denied, Guard, Peer};
+use crate::{clock, tls};
 
 /// Connections at a time: consoles, scrapers and scripts are a handful. More wait in the kernel's queue.
 const CONNECTIONS_MAX: usize = 128;
@@ -23,35 +33,66 @@ const CONNECTIONS_MAX: usize = 128;
 const QUIET_MAX: Duration = Duration::from_mins(1);
 /// The same while all places are taken; also how often it is looked at. No answer but the largest takes so long.
 const QUIET_MAX_CROWDED: Duration = Duration::from_secs(1);
+/// How long a TLS handshake may take, byte by byte: two round trips and a signature.
+const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
+/// How long a request's head may take, from the end of the one before.
+const HEAD_MAX_TIME: Duration = QUIET_MAX;
+/// Bytes of a head: the longest path and token, several times over.
+const HEAD_MAX: usize = 64 << 10;
+/// What the first byte of a TLS connection is: a handshake record.
+const TLS_HANDSHAKE: u8 = 0x16;
 
 /// The API's listener.
 #[derive(Debug)]
 pub(super) struct Door {
     listener: TcpListener,
     places: Arc<Semaphore>,
-    quiet: Quiet,
+    patience: Patience,
+    guard: Arc<Guard>,
+    tls: Option<Arc<tls::Server>>,
 }
 
-/// How long connections may be quiet.
+/// How long connections may take.
 #[derive(Clone, Copy, Debug)]
-struct Quiet {
-    max: Duration,
-    max_crowded: Duration,
+struct Patience {
+    quiet: Duration,
+    quiet_crowded: Duration,
+    handshake: Duration,
 }
 
 impl Door {
-    pub(super) fn new(listener: TcpListener) -> Self {
+    pub(super) fn new(listener: TcpListener, guard: Arc<Guard>, tls: Option<Arc<tls::Server>>) -> Self {
         Self {
             listener,
             places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
-            quiet: Quiet { max: QUIET_MAX, max_crowded: QUIET_MAX_CROWDED },
+            patience: Patience { quiet: QUIET_MAX, quiet_crowded: QUIET_MAX_CROWDED, handshake: HANDSHAKE_MAX },
+            guard,
+            tls,
         }
     }
-}
 
-impl axum::serve::Listener for Door {
-    type Io = Visitor;
-    type Addr = SocketAddr;
+    /// Serves until `stop` completes; answers under way are finished.
+    pub(super) async fn serve(mut self, router: &Router, stop: impl Future<Output = ()>) {
+        let visits = GracefulShutdown::new();
+        let mut stop = pin!(stop);
+        loop {
+            let (visitor, address) = tokio::select! {
+                visit = self.accept() => visit,
+                () = &mut stop => break,
+            };
+            let visit = Visit {
+                address,
+                patience: self.patience,
+                guard: Arc::clone(&self.guard),
+                tls: self.tls.clone(),
+                router: router.clone(),
+                watcher: visits.watcher(),
+            };
+            drop(tokio::spawn(visit.receive(visitor)));
+        }
+        drop(self);
+        visits.shutdown().await;
+    }
 
     async fn accept(&mut self) -> (Visitor, SocketAddr) {
         let place = Arc::clone(&self.places).acquire_owned().await.ok();
@@ -59,25 +100,88 @@ impl axum::serve::Listener for Door {
         let (stream, address) = axum::serve::Listener::accept(&mut self.listener).await;
         let visitor = Visitor {
             stream,
-            quiet: self.quiet,
+            patience: self.patience,
             since: clock::now(),
-            look: Box::pin(sleep(self.quiet.max_crowded)),
+            look: Box::pin(sleep(self.patience.quiet_crowded)),
             places: Arc::clone(&self.places),
             _place: place,
         };
         (visitor, address)
     }
+}
 
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
+/// What happens on one connection.
+struct Visit {
+    address: SocketAddr,
+    patience: Patience,
+    guard: Arc<Guard>,
+    tls: Option<Arc<tls::Server>>,
+    router: Router,
+    watcher: Watcher,
+}
+
+impl Visit {
+    async fn receive(self, mut visitor: Visitor) {
+        let Some(tls) = &self.tls else { return self.converse(visitor, false).await };
+        let acceptor = TlsAcceptor::from(tls.config());
+        let shaken = timeout(self.patience.handshake, async {
+            match visitor.first_byte().await? {
+                None => Ok(None),
+                Some(TLS_HANDSHAKE) => match acceptor.accept(visitor).into_fallible().await {
+                    Ok(stream) => Ok(Some(Shaken::Tls(Box::new(stream)))),
+                    Err((error, visitor)) => {
+                        visitor.part().await;
+                        Err(error)
+                    }
+                },
+                Some(_) => Ok(Some(Shaken::Plain(visitor))),
+            }
+        });
+        match shaken.await {
+            Ok(Ok(Some(Shaken::Tls(stream)))) => self.converse(stream, false).await,
+            Ok(Ok(Some(Shaken::Plain(visitor)))) => self.converse(visitor, true).await,
+            // Who comes and goes without a word, as a port probe does, was not turned away.
+            Ok(Ok(None)) => {}
+            Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => self.late(),
+            Ok(Err(error)) => self.guard.turn_away(Denied::Handshake, self.address, &error.to_string()),
+            Err(_elapsed) => self.late(),
+        }
     }
+
+    fn late(&self) {
+        self.guard.turn_away(Denied::HandshakeLate, self.address, "TLS handshake");
+    }
+
+    /// Answers requests until either side has enough.
+    async fn converse(self, stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, plain_at_tls: bool) {
+        let peer = Peer { address: self.address, plain_at_tls };
+        let router = TowerToHyperService::new(self.router);
+        let service = service_fn(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(peer);
+            router.call(request)
+        });
+        let mut http = http1::Builder::new();
+        http.timer(TokioTimer::new()).header_read_timeout(HEAD_MAX_TIME).max_buf_size(HEAD_MAX);
+        let connection = http.serve_connection(TokioIo::new(stream), service);
+        if let Err(error) = self.watcher.watch(connection).await {
+            // Clients leave as they like.
+            tracing::debug!(%error, "a connection of the API ended");
+        }
+    }
+}
+
+/// What a connection turned out to be.
+enum Shaken {
+    Tls(Box<tokio_rustls::server::TlsStream<Visitor>>),
+    /// Something else than TLS, of which nothing has been read.
+    Plain(Visitor),
 }
 
 /// One connection, in its place.
 #[derive(Debug)]
 pub(super) struct Visitor {
     stream: TcpStream,
-    quiet: Quiet,
+    patience: Patience,
     /// When it was last not quiet.
     since: Instant,
     look: Pin<Box<Sleep>>,
@@ -86,6 +190,33 @@ pub(super) struct Visitor {
 }
 
 impl Visitor {
+    /// The first byte that it brings, which stays to be read; `None` where it leaves without one.
+    async fn first_byte(&mut self) -> io::Result<Option<u8>> {
+        std::future::poll_fn(|cx| {
+            let mut byte = [0];
+            let mut room = ReadBuf::new(&mut byte);
+            let done = self.stream.poll_peek(cx, &mut room);
+            let bytes = ready!(self.heed(done, cx))?;
+            Poll::Ready(Ok((bytes > 0).then(|| byte[0])))
+        })
+        .await
+    }
+
+    /// Ends the connection so that what was said last arrives: closed with bytes unread, it would be lost.
+    async fn part(mut self) {
+        const UNREAD_MAX: usize = 64 << 10;
+        if self.shutdown().await.is_err() {
+            return;
+        }
+        let (mut scrap, mut left) = ([0; 1024], UNREAD_MAX);
+        while let Ok(bytes @ 1..) = self.read(&mut scrap).await {
+            left = left.saturating_sub(bytes);
+            if left == 0 {
+                return;
+            }
+        }
+    }
+
     /// Passes on what came of an operation, or the end of patience where nothing did.
     fn heed<T>(&mut self, done: Poll<io::Result<T>>, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
         if done.is_ready() {
@@ -96,11 +227,11 @@ impl Visitor {
             ready!(self.look.as_mut().poll(cx));
             let now = clock::now();
             let crowded = self.places.available_permits() == 0;
-            let max = if crowded { self.quiet.max_crowded } else { self.quiet.max };
+            let max = if crowded { self.patience.quiet_crowded } else { self.patience.quiet };
             if now.saturating_duration_since(self.since) >= max {
                 return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
             }
-            self.look.as_mut().reset((now + self.quiet.max_crowded).into());
+            self.look.as_mut().reset((now + self.patience.quiet_crowded).into());
         }
     }
 }
@@ -142,24 +273,24 @@ impl AsyncWrite for Visitor {
 
 #[cfg(test)]
 mod tests {
-    use axum::serve::Listener as _;
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::time::timeout;
 
     use super::*;
+    use crate::telemetry::Metrics;
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
     async fn door(max: Duration, places: usize) -> Door {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let quiet = Quiet { max, max_crowded: Duration::from_millis(20) };
-        Door { quiet, places: Arc::new(Semaphore::new(places)), ..Door::new(listener) }
+        let patience = Patience { quiet: max, quiet_crowded: Duration::from_millis(20), handshake: max };
+        let guard = Arc::new(Guard::new(None, false, Arc::new(Metrics::new().unwrap())));
+        Door { patience, places: Arc::new(Semaphore::new(places)), ..Door::new(listener, guard, None) }
     }
 
     #[tokio::test]
     async fn a_visitor_that_says_nothing_and_one_that_takes_nothing_are_let_go() {
         let mut door = door(Duration::from_millis(100), 2).await;
-        let mut client = TcpStream::connect(door.local_addr().unwrap()).await.unwrap();
+        let mut client = TcpStream::connect(door.listener.local_addr().unwrap()).await.unwrap();
         let (mut visitor, _) = door.accept().await;
         client.write_all(b"x").await.unwrap();
         let mut byte = [0];
@@ -173,7 +304,7 @@ mod tests {
     #[tokio::test]
     async fn who_waits_outside_is_let_in_before_who_says_nothing_inside() {
         let mut door = door(PATIENCE, 1).await;
-        let address = door.local_addr().unwrap();
+        let address = door.listener.local_addr().unwrap();
         let _clients = (TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap());
         let (mut first, _) = door.accept().await;
         assert!(timeout(Duration::from_millis(50), door.accept()).await.is_err(), "all places are taken");

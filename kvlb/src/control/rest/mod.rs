@@ -1,10 +1,11 @@
 //! The API's paths.
 //!
 //! Handlers read a request, ask the store or the live side off the API's threads, and shape the answer. Every answer that
-//! is not a success is a [`Problem`].
+//! is not a success is a [`Problem`]. No handler runs for a request that the [`Guard`] has not let in.
 
 mod door;
 mod endpoints;
+mod guard;
 mod kv;
 mod rules;
 mod view;
@@ -14,23 +15,27 @@ mod tests;
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{DefaultBodyLimit, FromRequestParts, OriginalUri, Path, Query, State};
+use axum::handler::Handler;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, post};
+use axum::routing::{MethodRouter, delete, get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
+pub use guard::{Guard, Role, Tokens};
+
 use super::{Live, Problem, Store};
+use crate::tls;
 
 /// A rule with as many endpoints and sources as it may have is far below.
 const BODY_MAX: usize = 1 << 20;
@@ -50,6 +55,10 @@ pub struct About {
     pub threads: usize,
     /// Where the API listens.
     pub api: SocketAddr,
+    /// Whether it speaks TLS.
+    pub tls: bool,
+    /// Which tokens it knows, in one word: `none`, `admin`, `admin+read`.
+    pub tokens: &'static str,
     /// Where rules are kept; `None`: in memory only.
     pub state_dir: Option<PathBuf>,
 }
@@ -88,59 +97,113 @@ impl std::fmt::Debug for Api {
 type Shared = State<Arc<Api>>;
 
 /// Serves the API until `stop` completes; answers under way are finished.
-///
-/// # Errors
-/// Where the listener fails for good.
 pub async fn serve(
     listener: TcpListener,
     api: Arc<Api>,
+    guard: Arc<Guard>,
+    tls: Option<Arc<tls::Server>>,
     stop: impl Future<Output = ()> + Send + 'static,
-) -> io::Result<()> {
-    let address = listener.local_addr()?;
-    if !address.ip().is_loopback() {
-        tracing::warn!(%address, "the API has no authentication and is reachable from other hosts");
-    }
-    axum::serve(door::Door::new(listener), router(api)).with_graceful_shutdown(stop).await
+) {
+    let router = router(api, Arc::clone(&guard));
+    door::Door::new(listener, guard, tls).serve(&router, stop).await;
 }
 
-/// The API's paths.
-pub fn router(api: Arc<Api>) -> Router {
-    let v1 = Router::new()
-        .route("/config/loadbalancer", post(rules::post))
-        .merge(selected("/config/loadbalancer/all"))
-        .merge(selected("/config/loadbalancer/id/{id}"))
-        .merge(selected("/config/loadbalancer/name/{name}"))
-        .merge(selected("/config/loadbalancer/externalipaddress/{ip}/port/{port}/protocol/{protocol}"))
-        .merge(selected("/config/loadbalancer/externalipaddress/{ip}/port/{port}/portmax/{portmax}/protocol/{protocol}"))
-        .merge(selected("/config/loadbalancer/hosturl/{host}/externalipaddress/{ip}/port/{port}/protocol/{protocol}"))
-        .merge(selected(
-            "/config/loadbalancer/hosturl/{host}/externalipaddress/{ip}/port/{port}/portmax/{portmax}/protocol/{protocol}",
-        ))
-        .route("/config/endpoint", post(endpoints::post))
-        .route("/config/endpoint/all", get(endpoints::all))
-        .route("/config/endpoint/epipaddress/{ip}", delete(endpoints::delete))
-        .route("/config/endpointhoststate", post(endpoints::host_state))
-        .route("/config/ai/kv/inventory", get(kv::inventory))
-        .route("/config/ai/kv/status", get(kv::status))
-        .route("/config/ai/kv/savings", get(kv::savings))
-        .route("/config/ai/kv/preflight", get(kv::preflight))
-        .route("/config/metrics", get(|| async { Json(json!({"prometheus": true})) }))
-        .route("/version", get(version))
-        .route("/status", get(status))
-        .route("/metrics", get(metrics))
+/// Where all other paths are.
+const V1: &str = "/netlox/v1";
+/// The pages that Prometheus reads.
+const METRICS: [&str; 2] = ["/metrics", "/netlox/v1/metrics"];
+
+/// One row of the table of paths.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// The method.
+    pub method: Method,
+    /// The path, with its variable parts as `{name}`.
+    pub path: String,
+    /// Who may ask.
+    pub needs: Role,
+}
+
+/// All that the API answers, and who may ask for it.
+pub fn table() -> Vec<Row> {
+    paths().rows
+}
+
+/// The API's paths, behind their guard.
+pub fn router(api: Arc<Api>, guard: Arc<Guard>) -> Router {
+    paths()
+        .router
         .layer(DefaultBodyLimit::max(BODY_MAX))
-        .route("/config/ai/kv/explain", post(kv::explain).layer(DefaultBodyLimit::max(EXPLAIN_BODY_MAX)));
-    Router::new()
-        .nest("/netlox/v1", v1)
-        .route("/metrics", get(metrics))
         .fallback(no_path)
         .method_not_allowed_fallback(no_method)
+        // Around the answers to what is not there too: whoever is not let in learns nothing.
+        .layer(from_fn_with_state(guard, guard::admit))
         .with_state(api)
 }
 
-/// A path that names rules: they can be read and deleted.
-fn selected(path: &str) -> Router<Arc<Api>> {
-    Router::new().route(path, get(rules::get).delete(rules::delete))
+fn paths() -> Paths {
+    const LB: &str = "/config/loadbalancer";
+    const AT: &str = "externalipaddress/{ip}/port/{port}";
+    Paths::default()
+        .change(Method::POST, LB, post(rules::post))
+        .selected(&format!("{LB}/all"))
+        .selected(&format!("{LB}/id/{{id}}"))
+        .selected(&format!("{LB}/name/{{name}}"))
+        .selected(&format!("{LB}/{AT}/protocol/{{protocol}}"))
+        .selected(&format!("{LB}/{AT}/portmax/{{portmax}}/protocol/{{protocol}}"))
+        .selected(&format!("{LB}/hosturl/{{host}}/{AT}/protocol/{{protocol}}"))
+        .selected(&format!("{LB}/hosturl/{{host}}/{AT}/portmax/{{portmax}}/protocol/{{protocol}}"))
+        .change(Method::POST, "/config/endpoint", post(endpoints::post))
+        .read("/config/endpoint/all", endpoints::all)
+        .change(Method::DELETE, "/config/endpoint/epipaddress/{ip}", delete(endpoints::delete))
+        .change(Method::POST, "/config/endpointhoststate", post(endpoints::host_state))
+        .read("/config/ai/kv/inventory", kv::inventory)
+        .read("/config/ai/kv/status", kv::status)
+        .read("/config/ai/kv/savings", kv::savings)
+        // Asks the rule's engines, and changes nothing.
+        .read("/config/ai/kv/preflight", kv::preflight)
+        .explain("/config/ai/kv/explain")
+        .read("/config/metrics", || async { Json(json!({"prometheus": true})) })
+        .read("/version", version)
+        .read("/status", status)
+        .read("/metrics", metrics)
+        .row(Method::GET, METRICS[0], Role::Read, get(metrics))
+}
+
+/// The paths as they are laid out: a handler comes with who may ask for it, or not at all.
+#[derive(Default)]
+struct Paths {
+    router: Router<Arc<Api>>,
+    rows: Vec<Row>,
+}
+
+impl Paths {
+    /// What only reads.
+    fn read<T: 'static>(self, path: &str, handler: impl Handler<T, Arc<Api>>) -> Self {
+        self.row(Method::GET, &format!("{V1}{path}"), Role::Read, get(handler))
+    }
+
+    /// What changes something.
+    fn change(self, method: Method, path: &str, handler: MethodRouter<Arc<Api>>) -> Self {
+        self.row(method, &format!("{V1}{path}"), Role::Admin, handler)
+    }
+
+    /// A path that names rules: they can be read and deleted.
+    fn selected(self, path: &str) -> Self {
+        self.read(path, rules::get).change(Method::DELETE, path, delete(rules::delete))
+    }
+
+    /// A request that is read and not sent, though it comes in a body.
+    fn explain(self, path: &str) -> Self {
+        let handler = post(kv::explain).layer(DefaultBodyLimit::max(EXPLAIN_BODY_MAX));
+        self.row(Method::POST, &format!("{V1}{path}"), Role::Read, handler)
+    }
+
+    fn row(mut self, method: Method, path: &str, needs: Role, handler: MethodRouter<Arc<Api>>) -> Self {
+        self.router = self.router.route(path, handler.route_layer(from_fn_with_state(needs, guard::may)));
+        self.rows.push(Row { method, path: path.to_owned(), needs });
+        self
+    }
 }
 
 async fn no_path(OriginalUri(uri): OriginalUri) -> Problem {
@@ -180,6 +243,8 @@ async fn status(State(api): Shared) -> Json<Value> {
         "io": about.io,
         "threads": about.threads,
         "api": about.api.to_string(),
+        "apiTls": about.tls,
+        "apiTokens": about.tokens,
         "stateDir": about.state_dir,
         "rules": entries.len(),
         "endpoints": endpoints,

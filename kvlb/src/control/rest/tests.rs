@@ -13,6 +13,7 @@ use crate::contract::BlockHash;
 use crate::control::live::{CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request};
 use crate::control::wire::DOCUMENT_BODY;
 use crate::fleet::{Rule, RuleId};
+use crate::telemetry::Metrics;
 
 /// Live data that is always the same.
 struct Fixed;
@@ -88,11 +89,14 @@ impl Server {
             io: "epoll".to_owned(),
             threads: 2,
             api: address,
+            tls: false,
+            tokens: "none",
             state_dir: None,
         };
         let api = Api::new(Arc::new(Fixed), about);
-        tokio::spawn(serve(listener, Arc::clone(&api), std::future::pending()));
-        Self { http: Client::new(), address, api }
+        let guard = Arc::new(Guard::new(None, false, Arc::new(Metrics::new().unwrap())));
+        tokio::spawn(serve(listener, Arc::clone(&api), guard, None, std::future::pending()));
+        Self { http: tls::plain_client().build().unwrap(), address, api }
     }
 
     async fn ready(dir: Option<&Path>) -> Self {
@@ -416,4 +420,34 @@ async fn many_changes_at_once_each_get_a_number_of_their_own() {
     let mut ids: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
     ids.sort_unstable();
     assert_eq!(ids, (1..=40).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn a_handler_that_nobody_guards_does_not_run() {
+    let server = Server::ready(None).await;
+    let router = paths().router.with_state(Arc::clone(&server.api));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    for path in ["/metrics", "/netlox/v1/status"] {
+        let answer = server.http.get(format!("http://{address}{path}")).send().await.unwrap();
+        assert_eq!(answer.status(), 401, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn an_unread_body_of_somebody_turned_away_does_not_hold_up_the_answer() {
+    let tokens = Tokens { admin: crate::secret::Digest::of(b"t"), read: None };
+    let guard = Arc::new(Guard::new(Some(tokens), false, Arc::new(Metrics::new().unwrap())));
+    let server = Server::starting().await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(serve(listener, Arc::clone(&server.api), guard, None, std::future::pending()));
+    let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+    let head = "POST /netlox/v1/config/loadbalancer HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n{";
+    tokio::io::AsyncWriteExt::write_all(&mut client, head.as_bytes()).await.unwrap();
+    let mut answer = [0; 12];
+    let read = tokio::io::AsyncReadExt::read_exact(&mut client, &mut answer);
+    tokio::time::timeout(std::time::Duration::from_secs(30), read).await.unwrap().unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 401");
 }

@@ -24,7 +24,7 @@ const PAGE_BITS: u32 = if cfg!(test) { 3 } else { 12 };
 pub(super) const PAGE: usize = 1 << PAGE_BITS;
 /// Words of cells from which on an index lies in huge pages, and goes back at half of it: 8 MiB, beyond which a core that
 /// knows where 2048 small pages are has to look up the others.
-const LARGE: usize = 256 * PAGE / if cfg!(test) { 64 } else { 1 };
+const LARGE: usize = 256 * PAGE / if cfg!(test) { 16 } else { 1 };
 /// Names whose searches wait for memory together: enough to cover its latency, few enough for the stack.
 pub(super) const TOGETHER: usize = 64;
 

@@ -36,6 +36,10 @@ const THREADS_MAX: u64 = 1_024;
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// A stream may take as long as LoxiLB's longest idle time.
 const DRAIN_TIMEOUT_MAX: Duration = Duration::from_hours(24);
+/// A takeover takes a second or two; an engine that is slow to tell its blocks may hold it up for so long.
+const TAKEOVER_WAIT: Duration = Duration::from_mins(1);
+/// The takeover's socket in the state directory.
+const TAKEOVER_SOCKET: &str = "takeover.sock";
 /// A client command gives up after this, as loxicmd.
 const CLIENT_TIMEOUT_SECONDS: u64 = 10;
 
@@ -58,6 +62,12 @@ pub struct Config {
     pub threads: usize,
     /// How long streams may go on after SIGTERM.
     pub drain_timeout: Duration,
+    /// Whether it takes over from a running one.
+    pub takeover: Takeover,
+    /// Where takeovers come through; `None`: nowhere.
+    pub takeover_socket: Option<PathBuf>,
+    /// How long a takeover waits to know what the running one knows.
+    pub takeover_wait: Duration,
     /// How log lines look.
     pub log_format: LogFormat,
     /// Which log lines are written: a level, or a list of `target=level`.
@@ -86,6 +96,18 @@ pub enum Datapath {
     None,
 }
 
+/// `--takeover`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Takeover {
+    /// kvlb starts alone.
+    #[default]
+    No,
+    /// It takes over, or does not start.
+    Required,
+    /// It takes over where there is one to take over from.
+    IfRunning,
+}
+
 impl Config {
     /// The settings of the daemon. `cores` are those that it may run on.
     ///
@@ -94,9 +116,15 @@ impl Config {
     pub fn new(flags: &UpFlags, env: &Env, cores: usize) -> Result<Self, ConfigError> {
         let both = Both { env };
         let path = |flag: Option<&Path>, variable, default: &str| both.path(flag, variable, default);
+        let state_dir = state_dir(flags, &both)?;
+        let takeover = both.word("--takeover", flags.takeover.as_ref(), "KVLB_TAKEOVER", &TAKEOVERS)?;
+        let takeover_socket = takeover_socket(flags, &both, state_dir.as_deref())?;
+        if takeover != Takeover::No && takeover_socket.is_none() {
+            return Err(ConfigError::Needs("--takeover without a state directory", "--takeover-socket"));
+        }
         Ok(Self {
             api: both.text("--api", flags.api.as_ref(), "KVLB_API")?.map_or_else(|| Ok(api_default()), |s| api(&s))?,
-            state_dir: state_dir(flags, &both)?,
+            state_dir,
             tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", TOKENIZER_DIR)?,
             datapath: both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?,
             pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", "/sys/fs/bpf/kvlb")?,
@@ -105,6 +133,11 @@ impl Config {
             drain_timeout: both
                 .text("--drain-timeout", flags.drain_timeout.as_ref(), "KVLB_DRAIN_TIMEOUT")?
                 .map_or(Ok(DRAIN_TIMEOUT), |setting| duration(&setting))?,
+            takeover,
+            takeover_socket,
+            takeover_wait: both
+                .text("--takeover-wait", flags.takeover_wait.as_ref(), "KVLB_TAKEOVER_WAIT")?
+                .map_or(Ok(TAKEOVER_WAIT), |setting| duration(&setting))?,
             log_format: both.word("--log-format", flags.log_format.as_ref(), "KVLB_LOG_FORMAT", &LOG_FORMATS)?,
             log_level: both
                 .text("--log-level", flags.log_level.as_ref(), "KVLB_LOG_LEVEL")?
@@ -130,11 +163,13 @@ impl Config {
 /// Some 60,000 turns of 4 KB.
 const TEXT_CACHE_MIB: u64 = 256;
 const DATAPATHS: [(&str, Datapath); 2] = [("auto", Datapath::Auto), ("none", Datapath::None)];
+const TAKEOVERS: [(&str, Takeover); 3] =
+    [("no", Takeover::No), ("required", Takeover::Required), ("if-running", Takeover::IfRunning)];
 const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll", Io::Epoll)];
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 18] = [
+const TWINS: [&str; 21] = [
     "KVLB_API",
     "KVLB_TOKENIZER_DIR",
     "KVLB_STATE_DIR",
@@ -144,6 +179,9 @@ const TWINS: [&str; 18] = [
     "KVLB_IO",
     "KVLB_THREADS",
     "KVLB_DRAIN_TIMEOUT",
+    "KVLB_TAKEOVER",
+    "KVLB_TAKEOVER_SOCKET",
+    "KVLB_TAKEOVER_WAIT",
     "KVLB_DECISION_BUDGET_MS",
     "KVLB_TEXT_CACHE_MIB",
     "KVLB_LOG_FORMAT",
@@ -215,6 +253,14 @@ fn state_dir(flags: &UpFlags, both: &Both<'_>) -> Result<Option<PathBuf>, Config
         return Ok(None);
     }
     both.path(flags.state_dir.as_deref(), "KVLB_STATE_DIR", "/var/lib/kvlb").map(Some)
+}
+
+fn takeover_socket(flags: &UpFlags, both: &Both<'_>, state_dir: Option<&Path>) -> Result<Option<PathBuf>, ConfigError> {
+    if let Some(path) = &flags.takeover_socket {
+        return Ok(Some(path.clone()));
+    }
+    let named = both.env.setting("KVLB_TAKEOVER_SOCKET")?;
+    Ok(named.map(|setting| PathBuf::from(setting.value)).or_else(|| Some(state_dir?.join(TAKEOVER_SOCKET))))
 }
 
 /// One data thread per core, with one core left to events and control where there are enough.

@@ -12,5 +12,5 @@ pub mod wire;
 
 pub use live::Live;
 pub use problem::Problem;
-pub use rest::{About, Api, serve};
+pub use rest::{About, Api, TakenOver, serve};
 pub use store::{Publish, Store};

@@ -52,6 +52,21 @@ pub struct About {
     pub api: SocketAddr,
     /// Where rules are kept; `None`: in memory only.
     pub state_dir: Option<PathBuf>,
+    /// What it took over from; `None`: it started alone.
+    pub takeover: Option<TakenOver>,
+}
+
+/// How this process came to serve in place of another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TakenOver {
+    /// The other's version.
+    pub version: String,
+    /// The other's process.
+    pub pid: u32,
+    /// When, in seconds since 1970.
+    pub at: u64,
+    /// Whether all that the other knew of its engines was known here, too.
+    pub warm: bool,
 }
 
 /// What the handlers share.
@@ -173,6 +188,7 @@ async fn status(State(api): Shared) -> Json<Value> {
     let degraded: Vec<_> =
         api.live.degraded().into_iter().map(|(what, why)| json!({"what": what, "why": why})).collect();
     let about = &api.about;
+    let takeover = about.takeover.as_ref();
     Json(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "ready": store.is_some(),
@@ -181,6 +197,10 @@ async fn status(State(api): Shared) -> Json<Value> {
         "threads": about.threads,
         "api": about.api.to_string(),
         "stateDir": about.state_dir,
+        "pid": std::process::id(),
+        "takeover": takeover.map(|from| json!({
+            "fromVersion": from.version, "fromPid": from.pid, "at": from.at, "warm": from.warm,
+        })),
         "rules": entries.len(),
         "endpoints": endpoints,
         "degraded": degraded,

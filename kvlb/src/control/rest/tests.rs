@@ -89,6 +89,7 @@ impl Server {
             threads: 2,
             api: address,
             state_dir: None,
+            takeover: None,
         };
         let api = Api::new(Arc::new(Fixed), about);
         tokio::spawn(serve(listener, Arc::clone(&api), std::future::pending()));

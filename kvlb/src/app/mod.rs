@@ -197,8 +197,9 @@ impl Parts {
         let door = self.open_door(given_door);
         let (ready, mut next) = mpsc::channel::<Line>(1);
         let giver = door.as_ref().map(|door| self.giver(door, api_socket, handing_over));
+        let mut offering = JoinSet::new();
         if let Some(giver) = &giver {
-            followers.spawn(takeover::keep_offering(Arc::clone(giver), ready));
+            offering.spawn(takeover::keep_offering(Arc::clone(giver), ready));
         }
         tracing::info!("ready");
         let handed = tokio::select! {
@@ -206,6 +207,8 @@ impl Parts {
             _ = int.recv() => { tracing::info!("SIGINT: draining"); None },
             Some(line) = next.recv() => { tracing::info!("the next kvlb serves: draining"); Some(line) },
         };
+        // From here on the socket of takeovers is the next one's, or nobody's.
+        offering.shutdown().await;
         datapath.shutdown().await;
         self.state.datapath_serves(None);
         let Self { proxy, kernel, config, .. } = self;

@@ -287,7 +287,8 @@ fn known_endpoint(rule: &str, endpoint: &Endpoint) -> KnownEndpoint {
         rule: rule.to_owned(),
         endpoint: endpoint.spec.key.to_string(),
         probed: endpoint.condition().probe != Probe::Unknown,
-        told: endpoint.meters.facts().is_some(),
+        // What an engine said that is down now is not heard again before it is back.
+        told: heard && endpoint.meters.facts().is_some(),
         heard,
     }
 }

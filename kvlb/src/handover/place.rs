@@ -9,6 +9,10 @@ use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::unistd::geteuid;
+
 use super::Error;
 
 /// The listening socket and its file, which goes with it unless it was handed over.
@@ -107,9 +111,9 @@ pub fn connect(path: &Path) -> Result<Option<UnixStream>, Error> {
 /// # Errors
 /// The user's number where it may not: it is neither ours nor root's.
 pub fn peer(stream: &impl AsFd) -> Result<(i32, u32), u32> {
-    let Ok(peer) = rustix::net::sockopt::socket_peercred(stream) else { return Err(u32::MAX) };
-    let (uid, ours) = (peer.uid.as_raw(), rustix::process::geteuid().as_raw());
-    if uid == ours || uid == 0 { Ok((peer.pid.as_raw_nonzero().get(), uid)) } else { Err(uid) }
+    let Ok(peer) = getsockopt(stream, PeerCredentials) else { return Err(u32::MAX) };
+    let uid = peer.uid();
+    if uid == geteuid().as_raw() || uid == 0 { Ok((peer.pid(), uid)) } else { Err(uid) }
 }
 
 /// Nobody listens on a socket that is there.
@@ -138,7 +142,7 @@ mod tests {
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert!(matches!(Door::open(&path), Err(Error::InUse(_))));
         let stream = connect(&path).unwrap().unwrap();
-        assert_eq!(peer(&stream).unwrap().1, rustix::process::geteuid().as_raw());
+        assert_eq!(peer(&stream).unwrap().1, geteuid().as_raw());
         drop(door);
         assert!(!path.exists() && connect(&path).unwrap().is_none());
         let mut door = Door::open(&path).unwrap();

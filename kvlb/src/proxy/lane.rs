@@ -157,19 +157,22 @@ pub(super) async fn run<B: Backend, P: Backplane>(
     let lane = Rc::new(Lane::<B, P>::new(number, place, shared));
     let pulse = spawn_local(take_pulse(Rc::clone(&lane)));
     let mut doors: BTreeMap<Link, Vec<Door<B::Listener>>> = BTreeMap::new();
-    let (deadline, release) = loop {
+    let (deadline, release, how) = loop {
         match commands.recv().await {
             Some(Command::Listen(link, socket)) => open_door(&lane, &mut doors, link, socket),
             Some(Command::Unlisten { link, release }) => {
                 doors.remove(&link).into_iter().flatten().for_each(|door| door.shut(release));
             }
             Some(Command::Lend(to)) => lend(&doors, &to),
-            Some(Command::Drain { deadline, release }) => break (deadline, release),
-            None => break (clock::now(), false),
+            Some(Command::Drain { deadline, release }) => {
+                break (deadline, release, if release { Draining::Politely } else { Draining::Briskly });
+            }
+            // The proxy was dropped: its sockets may be another process's, too.
+            None => break (clock::now(), true, Draining::Briskly),
         }
     };
     doors.into_values().flatten().for_each(|door| door.shut(release));
-    lane.drain(deadline, if release { Draining::Politely } else { Draining::Briskly }).await;
+    lane.drain(deadline, how).await;
     pulse.abort();
     lane.idle.borrow_mut().clear();
     buffer::close_shelf();

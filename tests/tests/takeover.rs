@@ -67,10 +67,17 @@ impl Load {
     /// Waits until each kind of client has had answers since `before`.
     async fn moved_on(&mut self, before: [u32; 5]) {
         let waited = eventually(LONG, "clients of each kind have answers", async || {
-            self.clients.try_join_next().is_some()
-                || self.counts().iter().zip(before).all(|(now, before)| *now > before + 1)
+            self.still_goes();
+            self.counts().iter().zip(before).all(|(now, before)| *now > before + 1)
         });
-        waited.await.unwrap();
+        waited.await.unwrap_or_else(|late| panic!("{late}: {before:?}, then {:?}", self.counts()));
+    }
+
+    /// No client has met with an error.
+    fn still_goes(&mut self) {
+        if let Some(ended) = self.clients.try_join_next() {
+            panic!("a client has ended: {ended:?} after {:?}", self.counts());
+        }
     }
 
     async fn end(mut self) {
@@ -332,15 +339,6 @@ impl Actor {
 
     fn hello(protocol: u32) -> FromNext {
         FromNext::Hello(Hello { protocol, version: "test".to_owned(), pid: 1 })
-    }
-
-    fn begin(door: &Path) -> Self {
-        let mut line = Self::connect(door);
-        line.send(&Self::hello(PROTOCOL)).unwrap();
-        let FromThis::Offer(offer) = line.receive(PATIENCE).unwrap() else { panic!("no offer") };
-        let gifts = line.take(offer.gifts.len()).unwrap();
-        let gifts = offer.gifts.iter().copied().zip(gifts).collect();
-        Self { line, offer: *offer, gifts }
     }
 }
 

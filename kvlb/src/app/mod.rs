@@ -48,6 +48,9 @@ const CONTROL_THREADS: usize = 2;
 /// Time that the control side gets to end once the data side has.
 const CONTROL_STOP: Duration = Duration::from_secs(2);
 
+/// How long the API answers those who are connected once another process has taken over.
+const API_GRACE: Duration = Duration::from_secs(3);
+
 /// A change of the rules is answered when its VIPs take connections, or after this: writing a thousand VIPs to the kernel
 /// takes milliseconds.
 const IN_FORCE: Duration = Duration::from_secs(2);
@@ -160,6 +163,7 @@ impl Parts {
         let (stop_api, api_stopped) = oneshot::channel::<()>();
         let api = Api::new(Arc::clone(&self.live) as Arc<dyn control::Live>, self.about.clone());
         api.ready(Arc::clone(&self.store));
+        let leaving = Arc::clone(&api);
         let api_served = async |api| {
             tokio::spawn(control::serve(listener, api, async move {
                 // A dropped sender means the same: stop.
@@ -230,10 +234,14 @@ impl Parts {
         {
             tracing::warn!(error = &error as &dyn std::error::Error, "this process still steers until it ends");
         }
-        drop(stop_api);
+        leaving.leave();
+        let answered = tokio::time::sleep(API_GRACE);
         release(line).await;
         drain(proxy, kernel, config.drain_timeout, true, (&mut term, &mut int)).await;
         followers.shutdown().await;
+        // Who has connected to the API and not asked yet is answered by this process.
+        answered.await;
+        drop(stop_api);
         end_api(api).await
     }
 

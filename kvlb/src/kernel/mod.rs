@@ -164,8 +164,10 @@ impl Kernel {
         Ok(Self { table: Table::default(), maps, routes, pins, joined: true, log, ebpf })
     }
 
-    /// Steers from now on. A namespace runs all its programs, and of those that choose a listener the one attached last
-    /// decides (Documentation/bpf/prog_sk_lookup.rst), so that there is no moment in which nobody steers.
+    /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
+    /// which they were attached; the first that chooses a listener decides, since ours do not replace a choice
+    /// (Documentation/bpf/prog_sk_lookup.rst). Both choose among the same sockets, so that there is no moment in which
+    /// nobody steers. In those milliseconds the later one counts what the earlier one chose as `no_listener`.
     ///
     /// # Errors
     /// As [`Kernel::load`].

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Sleep, sleep};
 
 use crate::clock;
@@ -28,6 +28,8 @@ const QUIET_MAX_CROWDED: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Door {
     listener: TcpListener,
+    /// Whether another process accepts from the listener's socket instead.
+    left: watch::Receiver<bool>,
     places: Arc<Semaphore>,
     quiet: Quiet,
 }
@@ -40,9 +42,10 @@ struct Quiet {
 }
 
 impl Door {
-    pub(super) fn new(listener: TcpListener) -> Self {
+    pub(super) fn new(listener: TcpListener, left: watch::Receiver<bool>) -> Self {
         Self {
             listener,
+            left,
             places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
             quiet: Quiet { max: QUIET_MAX, max_crowded: QUIET_MAX_CROWDED },
         }
@@ -56,7 +59,11 @@ impl axum::serve::Listener for Door {
     async fn accept(&mut self) -> (Visitor, SocketAddr) {
         let place = Arc::clone(&self.places).acquire_owned().await.ok();
         debug_assert!(place.is_some(), "nobody closes the semaphore");
-        let (stream, address) = axum::serve::Listener::accept(&mut self.listener).await;
+        let (stream, address) = tokio::select! {
+            biased;
+            true = async { self.left.wait_for(|left| *left).await.is_ok() } => std::future::pending().await,
+            accepted = axum::serve::Listener::accept(&mut self.listener) => accepted,
+        };
         let visitor = Visitor {
             stream,
             quiet: self.quiet,
@@ -153,7 +160,7 @@ mod tests {
     async fn door(max: Duration, places: usize) -> Door {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let quiet = Quiet { max, max_crowded: Duration::from_millis(20) };
-        Door { quiet, places: Arc::new(Semaphore::new(places)), ..Door::new(listener) }
+        Door { quiet, places: Arc::new(Semaphore::new(places)), ..Door::new(listener, watch::channel(false).1) }
     }
 
     #[tokio::test]

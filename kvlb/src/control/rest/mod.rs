@@ -22,13 +22,15 @@ use std::sync::{Arc, OnceLock};
 use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{DefaultBodyLimit, FromRequestParts, OriginalUri, Path, Query, State};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 
 use super::{Live, Problem, Store};
 
@@ -74,12 +76,14 @@ pub struct Api {
     live: Arc<dyn Live>,
     about: About,
     store: OnceLock<Arc<Store>>,
+    /// Whether another process serves the API from now on.
+    left: watch::Sender<bool>,
 }
 
 impl Api {
     /// An API whose rules are not loaded yet: it answers 503 to everything that concerns them.
     pub fn new(live: Arc<dyn Live>, about: About) -> Arc<Self> {
-        Arc::new(Self { live, about, store: OnceLock::new() })
+        Arc::new(Self { live, about, store: OnceLock::new(), left: watch::Sender::new(false) })
     }
 
     /// Says that the rules are loaded and in force. Only the first call counts.
@@ -87,6 +91,11 @@ impl Api {
         if self.store.set(store).is_err() {
             tracing::warn!("the rules were loaded twice; the first ones stay");
         }
+    }
+
+    /// Accepts no more: another process does, from the same socket. Who is connected is answered, and told to close.
+    pub fn leave(&self) {
+        self.left.send_replace(true);
     }
 
     fn store(&self) -> Result<&Arc<Store>, Problem> {
@@ -115,7 +124,7 @@ pub async fn serve(
     if !address.ip().is_loopback() {
         tracing::warn!(%address, "the API has no authentication and is reachable from other hosts");
     }
-    axum::serve(door::Door::new(listener), router(api)).with_graceful_shutdown(stop).await
+    axum::serve(door::Door::new(listener, api.left.subscribe()), router(api)).with_graceful_shutdown(stop).await
 }
 
 /// The API's paths.
@@ -150,12 +159,22 @@ pub fn router(api: Arc<Api>) -> Router {
         .route("/metrics", get(metrics))
         .fallback(no_path)
         .method_not_allowed_fallback(no_method)
+        .layer(middleware::from_fn_with_state(Arc::clone(&api), tell_to_close))
         .with_state(api)
 }
 
 /// A path that names rules: they can be read and deleted.
 fn selected(path: &str) -> Router<Arc<Api>> {
     Router::new().route(path, get(rules::get).delete(rules::delete))
+}
+
+/// Whoever stays connected to a process that is about to end is told to come to the next.
+async fn tell_to_close(State(api): Shared, request: axum::extract::Request, next: middleware::Next) -> Response {
+    let mut response = next.run(request).await;
+    if *api.left.borrow() {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
 }
 
 async fn no_path(OriginalUri(uri): OriginalUri) -> Problem {

@@ -33,6 +33,7 @@
 //! | [`ingest`] | One subscription per endpoint over ZeroMQ; reconnects for ever; applies events to `state`. |
 //! | [`proxy`] | The L7 data path on io_uring: read a request, ask `router`, connect, relay, retry with the loser excluded. |
 //! | [`kernel`] | Loads and attaches the eBPF programs through aya, mirrors the fleet into their maps, reads their counters. |
+//! | [`handover`] | One kvlb gives sockets, locks and knowledge to the next over a Unix socket. |
 //! | [`probe`] | Active health checks; their verdicts go to `state`. |
 //! | [`discover`] | Reads the engines: what they say over HTTP and announce, and whether it agrees with a rule. |
 //! | [`staging`] | Reads staged tokenizers from disk and loads them off the data path. |
@@ -50,6 +51,7 @@ pub mod control;
 pub mod courtesy;
 pub mod discover;
 pub mod fleet;
+pub mod handover;
 pub mod ingest;
 pub mod inventory;
 pub mod kernel;

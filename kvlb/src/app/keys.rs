@@ -19,6 +19,7 @@ use crate::tls;
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 /// What guards the API, and the files that it comes from.
+#[derive(Clone)]
 pub(super) struct Keys {
     pub(super) guard: Arc<Guard>,
     pub(super) tls: Option<Arc<tls::Server>>,

@@ -5,6 +5,7 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::sys::resource::{Resource, getrlimit};
 use parking_lot::Mutex;
@@ -23,13 +24,48 @@ const FAILURES_SHOWN: usize = 8;
 /// The name of the degraded state in which a VIP could not be bound.
 const DEGRADED: &str = "vip_bind";
 
-/// Opens one listener per data thread on the loopback device and hands them to the kernel side.
-pub(super) fn behind_kernel(kernel: &Mutex<Kernel>, proxy: &Proxy) -> anyhow::Result<()> {
-    let listeners = (0..proxy.threads()).map(|_| loopback_listener()).collect::<io::Result<Vec<_>>>()?;
-    let borrowed: Vec<_> = listeners.iter().map(|listener| listener.as_fd()).collect();
-    kernel.lock().set_listeners(&borrowed)?;
-    proxy.listen(STEERED, listeners);
-    Ok(())
+/// The listeners behind the kernel's steering.
+#[derive(Debug)]
+pub(super) struct Steered {
+    /// Those that are steered to, one per data thread at most.
+    sockets: Vec<TcpListener>,
+}
+
+impl Steered {
+    /// Hands listeners to the kernel side: those of a process before, as many as there are data threads, or one per data
+    /// thread on the loopback device. More than that are accepted from, and not steered to: connections wait in them.
+    pub(super) fn begin(kernel: &Mutex<Kernel>, proxy: &Proxy, mut before: Vec<TcpListener>) -> anyhow::Result<Self> {
+        if before.is_empty() {
+            before = (0..proxy.threads()).map(|_| loopback_listener()).collect::<io::Result<_>>()?;
+        }
+        let steered = before.iter().take(proxy.threads()).map(TcpListener::try_clone).collect::<io::Result<_>>()?;
+        let steered = Self { sockets: steered };
+        steered.tell(kernel)?;
+        proxy.listen(STEERED, before);
+        Ok(steered)
+    }
+
+    /// Adds listeners until each data thread has one.
+    pub(super) fn top_up(&mut self, kernel: &Mutex<Kernel>, proxy: &Proxy) -> anyhow::Result<()> {
+        let first = self.sockets.len();
+        let more = (first..proxy.threads()).map(|_| loopback_listener()).collect::<io::Result<Vec<_>>>()?;
+        if more.is_empty() {
+            return Ok(());
+        }
+        self.sockets.extend(more.iter().map(TcpListener::try_clone).collect::<io::Result<Vec<_>>>()?);
+        proxy.listen_more(STEERED, first, more);
+        self.tell(kernel)
+    }
+
+    fn tell(&self, kernel: &Mutex<Kernel>) -> anyhow::Result<()> {
+        let borrowed: Vec<_> = self.sockets.iter().map(|listener| listener.as_fd()).collect();
+        Ok(kernel.lock().set_listeners(&borrowed)?)
+    }
+}
+
+/// Whether sockets of this name are steered to by the kernel.
+pub(super) fn is_steered(link: Link) -> bool {
+    link == STEERED
 }
 
 /// A listener that takes both families; of IPv4 alone where the machine has no IPv6.
@@ -58,9 +94,48 @@ fn listening(socket: Socket, address: SocketAddr) -> io::Result<TcpListener> {
 pub(super) struct OwnVips {
     bound: BTreeMap<SocketAddr, Link>,
     next: u64,
+    /// Those with fewer sockets than there are data threads, and how many they have.
+    short: Vec<(SocketAddr, usize)>,
 }
 
 impl OwnVips {
+    /// Accepts from the sockets of a process before, for the addresses that rules serve.
+    pub(super) fn adopt(&mut self, before: Vec<TcpListener>, table: &Table, proxy: &Proxy) {
+        let mut by_address: BTreeMap<SocketAddr, Vec<TcpListener>> = BTreeMap::new();
+        for socket in before {
+            match socket.local_addr() {
+                Ok(address) => by_address.entry(address).or_default().push(socket),
+                Err(error) => tracing::warn!(%error, "a listening socket of the kvlb before has no address"),
+            }
+        }
+        for address in addresses(table) {
+            let Some(sockets) = by_address.remove(&address) else { continue };
+            if sockets.len() < proxy.threads() {
+                self.short.push((address, sockets.len()));
+            }
+            let link = self.link();
+            proxy.listen(link, sockets);
+            self.bound.insert(address, link);
+        }
+    }
+
+    /// Binds sockets until each data thread has one for each address.
+    pub(super) fn top_up(&mut self, proxy: &Proxy) {
+        for (address, first) in std::mem::take(&mut self.short) {
+            let Some(link) = self.bound.get(&address) else { continue };
+            match bind(address, proxy.threads() - first) {
+                Ok(sockets) => proxy.listen_more(*link, first, sockets),
+                // The address is served all the same.
+                Err(error) => tracing::warn!(%error, %address, "not every data thread has a listening socket"),
+            }
+        }
+    }
+
+    fn link(&mut self) -> Link {
+        self.next += 1;
+        Link(self.next)
+    }
+
     /// Makes the bound addresses those that rules serve.
     pub(super) fn sync(&mut self, table: &Table, proxy: &Proxy, state: &State) {
         let wanted = addresses(table);
@@ -84,8 +159,7 @@ impl OwnVips {
             }
             match bind(address, proxy.threads()) {
                 Ok(sockets) => {
-                    self.next += 1;
-                    let link = Link(self.next);
+                    let link = self.link();
                     proxy.listen(link, sockets);
                     self.bound.insert(address, link);
                 }
@@ -117,13 +191,15 @@ fn sockets_max() -> usize {
     getrlimit(Resource::RLIMIT_NOFILE).map_or(usize::MAX, |(soft, _)| usize::try_from(soft / 2).unwrap_or(usize::MAX))
 }
 
-/// Follows the rules for ever; addresses that could not be bound are tried again.
-pub(super) async fn keep_bound(proxy: Arc<Proxy>, state: Arc<State>) {
+/// Follows the rules for ever; addresses that could not be bound are tried again. Nothing is bound while `handing_over`:
+/// the other process would not know of it.
+pub(super) async fn keep_bound(mut vips: OwnVips, proxy: Arc<Proxy>, state: Arc<State>, handing_over: Arc<AtomicBool>) {
     let mut rules = state.watch_rules();
-    let mut vips = OwnVips::default();
     loop {
         let version = *rules.borrow_and_update();
-        vips.sync(&state.table(), &proxy, &state);
+        if !handing_over.load(Ordering::Acquire) {
+            vips.sync(&state.table(), &proxy, &state);
+        }
         state.datapath_serves(Some(version));
         let again = tokio::time::Duration::from_secs(2);
         if let Ok(Err(_closed)) = tokio::time::timeout(again, rules.changed()).await {

@@ -19,9 +19,13 @@ const AGAIN: Duration = Duration::from_secs(1);
 
 /// Writes every change of rules and conditions to the kernel, for ever. A VIP whose last rule is gone keeps its route for
 /// `linger`, so that connections that are still open can end.
-pub(super) async fn keep_steering(kernel: Arc<Mutex<Kernel>>, state: Arc<State>, linger: Duration) {
+pub(super) async fn keep_steering(
+    mut leaving: Leaving,
+    kernel: Arc<Mutex<Kernel>>,
+    state: Arc<State>,
+    linger: Duration,
+) {
     let (mut rules, mut conditions) = (state.watch_rules(), state.watch_conditions());
-    let mut leaving = Leaving::default();
     loop {
         let version = *rules.borrow_and_update();
         conditions.mark_unchanged();
@@ -60,6 +64,11 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
+    /// After another process that had these VIPs: those that no rule serves are leaving.
+    pub(super) fn after(served: impl IntoIterator<Item = SocketAddr>) -> Self {
+        Self { served: served.into_iter().collect(), until: BTreeMap::new() }
+    }
+
     /// `serving` and those that are leaving.
     fn with(&mut self, mut serving: Vec<Vip>, now: Instant, linger: Duration) -> Vec<Vip> {
         let here: BTreeSet<_> = serving.iter().map(|vip| SocketAddr::new(vip.addr, vip.port)).collect();

@@ -325,6 +325,12 @@ pub(super) fn status(answer: &Value, screen: Screen) -> String {
     ] {
         grid.add(row);
     }
+    let from = &answer["takeover"];
+    if from.is_object() {
+        let (version, pid, at) = (cell(&from["fromVersion"]), cell(&from["fromPid"]), cell(&from["at"]));
+        let cold = if from["warm"] == true { "" } else { ", before all inventories were here" };
+        grid.add(["taken over".to_owned(), format!("from process {pid} ({version}) at {at} s of Unix time{cold}")]);
+    }
     let mut text = grid.render(screen);
     for degraded in list(answer, "degraded") {
         text.extend([format!("degraded: {}: {}\n", cell(&degraded["what"]), cell(&degraded["why"]))]);

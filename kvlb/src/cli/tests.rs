@@ -488,6 +488,7 @@ async fn a_rules_whole_life_goes_through_the_real_api() {
         tls: false,
         tokens: "none",
         state_dir: None,
+        takeover: None,
     };
     let api = crate::control::Api::new(Arc::new(Quiet), about);
     let publish = |_: Vec<Arc<crate::fleet::Rule>>| {};

@@ -90,6 +90,22 @@ pub struct UpFlags {
     #[arg(long, value_name = "TIME")]
     pub drain_timeout: Option<String>,
 
+    /// Take over from the running kvlb without an interruption, with the same state directory (and pin directory);
+    /// `if-running`: start alone where none runs [env: KVLB_TAKEOVER]
+    #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "required",
+          value_parser = ["required", "if-running", "no"])]
+    pub takeover: Option<String>,
+
+    /// Where takeovers are offered and asked for, a Unix socket [env: KVLB_TAKEOVER_SOCKET]
+    /// [default: takeover.sock in the state directory; none without one]
+    #[arg(long, value_name = "PATH")]
+    pub takeover_socket: Option<PathBuf>,
+
+    /// How long a takeover waits for inventories, tokenizers and probes to be as the running kvlb has them
+    /// [env: KVLB_TAKEOVER_WAIT] [default: 60s]
+    #[arg(long, value_name = "TIME")]
+    pub takeover_wait: Option<String>,
+
     /// How long one choice may take before the rule's selector answers, in milliseconds
     /// [env: KVLB_DECISION_BUDGET_MS] [default: 20]
     #[arg(long, value_name = "MS")]

@@ -41,6 +41,10 @@ const THREADS_MAX: u64 = 1_024;
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// A stream may take as long as LoxiLB's longest idle time.
 const DRAIN_TIMEOUT_MAX: Duration = Duration::from_hours(24);
+/// A takeover takes a second or two; an engine that is slow to tell its blocks may hold it up for so long.
+const TAKEOVER_WAIT: Duration = Duration::from_mins(1);
+/// The takeover's socket in the state directory.
+const TAKEOVER_SOCKET: &str = "takeover.sock";
 /// A client command gives up after this, as loxicmd.
 const CLIENT_TIMEOUT_SECONDS: u64 = 10;
 
@@ -65,6 +69,12 @@ pub struct Config {
     pub threads: usize,
     /// How long streams may go on after SIGTERM.
     pub drain_timeout: Duration,
+    /// Whether it takes over from a running one.
+    pub takeover: Takeover,
+    /// Where takeovers come through; `None`: nowhere.
+    pub takeover_socket: Option<PathBuf>,
+    /// How long a takeover waits to know what the running one knows.
+    pub takeover_wait: Duration,
     /// How log lines look.
     pub log_format: LogFormat,
     /// Which log lines are written: a level, or a list of `target=level`.
@@ -97,6 +107,18 @@ pub enum Datapath {
     None,
 }
 
+/// `--takeover`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Takeover {
+    /// kvlb starts alone.
+    #[default]
+    No,
+    /// It takes over, or does not start.
+    Required,
+    /// It takes over where there is one to take over from.
+    IfRunning,
+}
+
 impl Config {
     /// The settings of the daemon. `cores` are those that it may run on.
     ///
@@ -111,10 +133,16 @@ impl Config {
             Some(setting) => (setting.name, api(setting)?),
             None => ("--api", api_default()),
         };
+        let state_dir = state_dir(flags, &both)?;
+        let takeover = both.word("--takeover", flags.takeover.as_ref(), "KVLB_TAKEOVER", &TAKEOVERS)?;
+        let takeover_socket = takeover_socket(flags, &both, state_dir.as_deref())?;
+        if takeover != Takeover::No && takeover_socket.is_none() {
+            return Err(ConfigError::Needs("--takeover without a state directory", "--takeover-socket"));
+        }
         Ok(Self {
             api,
             access: Access::read(flags, &both, (name, api))?,
-            state_dir: state_dir(flags, &both)?,
+            state_dir,
             tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", TOKENIZER_DIR)?,
             datapath: both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?,
             pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", "/sys/fs/bpf/kvlb")?,
@@ -123,6 +151,11 @@ impl Config {
             drain_timeout: both
                 .text("--drain-timeout", flags.drain_timeout.as_ref(), "KVLB_DRAIN_TIMEOUT")?
                 .map_or(Ok(DRAIN_TIMEOUT), |setting| duration(&setting))?,
+            takeover,
+            takeover_socket,
+            takeover_wait: both
+                .text("--takeover-wait", flags.takeover_wait.as_ref(), "KVLB_TAKEOVER_WAIT")?
+                .map_or(Ok(TAKEOVER_WAIT), |setting| duration(&setting))?,
             log_format: both.word("--log-format", flags.log_format.as_ref(), "KVLB_LOG_FORMAT", &LOG_FORMATS)?,
             log_level: both
                 .text("--log-level", flags.log_level.as_ref(), "KVLB_LOG_LEVEL")?
@@ -152,11 +185,13 @@ impl Config {
 /// Some 60,000 turns of 4 KB.
 const TEXT_CACHE_MIB: u64 = 256;
 const DATAPATHS: [(&str, Datapath); 2] = [("auto", Datapath::Auto), ("none", Datapath::None)];
+const TAKEOVERS: [(&str, Takeover); 3] =
+    [("no", Takeover::No), ("required", Takeover::Required), ("if-running", Takeover::IfRunning)];
 const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll", Io::Epoll)];
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 37] = [
+const TWINS: [&str; 40] = [
     "KVLB_API",
     "KVLB_API_TOKEN_FILE",
     "KVLB_API_READ_TOKEN_FILE",
@@ -173,6 +208,9 @@ const TWINS: [&str; 37] = [
     "KVLB_IO",
     "KVLB_THREADS",
     "KVLB_DRAIN_TIMEOUT",
+    "KVLB_TAKEOVER",
+    "KVLB_TAKEOVER_SOCKET",
+    "KVLB_TAKEOVER_WAIT",
     "KVLB_DECISION_BUDGET_MS",
     "KVLB_TEXT_CACHE_MIB",
     "KVLB_ACCESS_LOG",
@@ -256,6 +294,14 @@ fn state_dir(flags: &UpFlags, both: &Both<'_>) -> Result<Option<PathBuf>, Config
         return Ok(None);
     }
     both.path(flags.state_dir.as_deref(), "KVLB_STATE_DIR", "/var/lib/kvlb").map(Some)
+}
+
+fn takeover_socket(flags: &UpFlags, both: &Both<'_>, state_dir: Option<&Path>) -> Result<Option<PathBuf>, ConfigError> {
+    if let Some(path) = &flags.takeover_socket {
+        return Ok(Some(path.clone()));
+    }
+    let named = both.env.setting("KVLB_TAKEOVER_SOCKET")?;
+    Ok(named.map(|setting| PathBuf::from(setting.value)).or_else(|| Some(state_dir?.join(TAKEOVER_SOCKET))))
 }
 
 /// One data thread per core, with one core left to events and control where there are enough.

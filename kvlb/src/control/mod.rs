@@ -12,5 +12,5 @@ pub mod wire;
 
 pub use live::Live;
 pub use problem::Problem;
-pub use rest::{About, Api, Guard, Tokens, serve};
+pub use rest::{About, Api, Guard, TakenOver, Tokens, serve};
 pub use store::{Publish, Store};

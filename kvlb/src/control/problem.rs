@@ -213,6 +213,9 @@ pub enum Problem {
     /// The rules are being loaded.
     #[error("kvlb is starting: its rules are not loaded yet")]
     Starting,
+    /// The rules are on their way to another process.
+    #[error("kvlb is being taken over by another process: nothing changes until that one serves; send it again then")]
+    HandingOver,
     /// The state directory does not take the change.
     #[error("the change could not be written to the state directory and is not in force: {0}")]
     NotDurable(String),
@@ -236,7 +239,9 @@ impl Problem {
             | Self::TooMany { of: "kvlb", .. } => StatusCode::CONFLICT,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             Self::MediaType(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            Self::Starting | Self::NotDurable(_) | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Starting | Self::HandingOver | Self::NotDurable(_) | Self::Unavailable(_) => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             _ => StatusCode::BAD_REQUEST,
         }
     }
@@ -281,6 +286,7 @@ impl Problem {
             Self::TokenReadOnly => "token_read_only",
             Self::HttpsNeeded => "https_needed",
             Self::Starting => "starting",
+            Self::HandingOver => "handing_over",
             Self::NotDurable(_) => "not_durable",
             Self::Unavailable(_) => "unavailable",
         }

@@ -3,17 +3,13 @@
 use std::os::fd::BorrowedFd;
 
 use aya::Ebpf;
-use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, SockMap};
+use aya::maps::{Array, HashMap, IterableMap as _, Map, MapData, MapError, PerCpuArray, PerCpuValues, SockMap};
 use aya::util::nr_cpus;
 use kvlb_common::{ENDPOINT_BYTES, Endpoint, VipInfo, VipKey, VipStats};
 
 use super::Error;
 use super::pins::{self, PinDir};
 use super::table::Sink;
-
-/// The pinned maps: each one's name in the object, and its pin's.
-const PINNED: [(&str, &str); 3] =
-    [("KVLB_VIPS", pins::VIPS), ("KVLB_EPS", pins::ENDPOINTS), ("KVLB_STATS", pins::STATS)];
 
 /// The maps that the user side writes or reads.
 pub(super) struct Maps {
@@ -25,17 +21,29 @@ pub(super) struct Maps {
 }
 
 impl Maps {
-    /// Takes the maps out of the loaded object and pins those that others may read.
-    pub(super) fn take(ebpf: &mut Ebpf, pins: &PinDir) -> Result<Self, Error> {
-        for (map, name) in PINNED {
-            pins.pin(name, ebpf.map(map).ok_or_else(|| missing(map))?)?;
-        }
+    /// Takes the maps out of the loaded object.
+    pub(super) fn take(ebpf: &mut Ebpf) -> Result<Self, Error> {
         Ok(Self {
             vips: typed(ebpf, "KVLB_VIPS")?,
             endpoints: typed(ebpf, "KVLB_EPS")?,
             stats: typed(ebpf, "KVLB_STATS")?,
             listeners: typed(ebpf, "KVLB_LISTEN")?,
         })
+    }
+
+    /// Pins the maps that others may read.
+    pub(super) fn pin(&self, pins: &PinDir) -> Result<(), Error> {
+        self.pinned().into_iter().try_for_each(|(name, map)| pins.pin(name, map))
+    }
+
+    /// The same in place of another process's maps: at every moment each name leads to one of the two.
+    pub(super) fn pin_instead(&self, pins: &PinDir) -> Result<(), Error> {
+        self.pinned().into_iter().try_for_each(|(name, map)| pins.pin_instead(name, map))
+    }
+
+    /// Each map with its pin's name.
+    fn pinned(&self) -> [(&'static str, &MapData); 3] {
+        [(pins::VIPS, self.vips.map()), (pins::ENDPOINTS, self.endpoints.map()), (pins::STATS, self.stats.map())]
     }
 
     /// Puts `listener` at `index`, in place of any that is there.

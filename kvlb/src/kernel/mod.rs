@@ -120,6 +120,8 @@ pub struct Kernel {
     // Dropped before the pins, which tell a next start what routes there are.
     routes: Routes,
     pins: PinDir,
+    /// Another process has the pins and routes: nothing of them is touched.
+    joined: bool,
     log: Option<ProgramLog>,
     /// Owns the program and its link: steering ends when it is dropped.
     ebpf: Ebpf,
@@ -137,13 +139,75 @@ impl Kernel {
     /// missing. Nothing is left behind.
     pub fn load(config: &Config) -> Result<Self, Error> {
         let pins = PinDir::open(&config.pin_dir)?;
-        let routes = Routes::open(pins.stale_routes())?;
+        let routes = Routes::open(pins.stale().1)?;
         pins.clear()?;
         let mut ebpf = EbpfLoader::new().load(OBJECT).map_err(error::from_program)?;
         let log = ProgramLog::open(&mut ebpf);
-        let maps = Maps::take(&mut ebpf, &pins)?;
+        let maps = Maps::take(&mut ebpf)?;
+        maps.pin(&pins)?;
         attach(&mut ebpf)?;
-        Ok(Self { table: Table::default(), maps, routes, pins, log, ebpf })
+        Ok(Self { table: Table::default(), maps, routes, pins, joined: false, log, ebpf })
+    }
+
+    /// Loads the program and its maps beside those of a process that hands over, whose lock of the pin directory this is.
+    ///
+    /// Nothing is steered until [`Kernel::attach`], and pins and routes stay the other's until [`Kernel::own`].
+    ///
+    /// # Errors
+    /// As [`Kernel::load`].
+    pub fn join(config: &Config, lock: File) -> Result<Self, Error> {
+        let pins = PinDir::given(&config.pin_dir, lock);
+        let routes = Routes::open(Vec::new())?;
+        let mut ebpf = EbpfLoader::new().load(OBJECT).map_err(error::from_program)?;
+        let log = ProgramLog::open(&mut ebpf);
+        let maps = Maps::take(&mut ebpf)?;
+        Ok(Self { table: Table::default(), maps, routes, pins, joined: true, log, ebpf })
+    }
+
+    /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
+    /// which they were attached; the first that chooses a listener decides, since ours do not replace a choice
+    /// (Documentation/bpf/prog_sk_lookup.rst). Both choose among the same sockets, so that there is no moment in which
+    /// nobody steers. In those milliseconds the later one counts what the earlier one chose as `no_listener`.
+    ///
+    /// # Errors
+    /// As [`Kernel::load`].
+    pub fn attach(&mut self) -> Result<(), Error> {
+        attach(&mut self.ebpf)
+    }
+
+    /// Takes over pins and routes of a process that has let go of them, or has died. Gives the VIPs that it had: those
+    /// that the next [`Kernel::sync`] does not name lose their routes with it.
+    ///
+    /// # Errors
+    /// [`Error::Pin`]. What could be taken over is.
+    pub fn own(&mut self) -> Result<Vec<SocketAddr>, Error> {
+        let (vips, routed) = self.pins.stale();
+        self.routes.inherit(routed);
+        self.joined = false;
+        self.maps.pin_instead(&self.pins)?;
+        Ok(vips)
+    }
+
+    /// Ends the steering, and leaves pins and routes to another process, which steers already.
+    pub fn let_go(&mut self) -> Result<(), Error> {
+        self.joined = true;
+        self.routes.forget();
+        self.pins.forget();
+        let mut run = || -> Result<(), EbpfError> {
+            let program = self.ebpf.program_mut(PROGRAM).ok_or(aya::programs::ProgramError::NotLoaded)?;
+            let program: &mut SkLookup = program.try_into()?;
+            program.unload()?;
+            Ok(())
+        };
+        run().map_err(error::from_program)
+    }
+
+    /// A descriptor of the pin directory's lock.
+    ///
+    /// # Errors
+    /// [`Error::Pin`] when there is no descriptor left.
+    pub fn lend_lock(&self) -> Result<Option<File>, Error> {
+        self.pins.lend_lock()
     }
 
     /// Makes these the listeners that VIPs are spread over: one per data thread, each already listening.
@@ -181,10 +245,14 @@ impl Kernel {
         let addrs: BTreeSet<IpAddr> = wanted.addrs().collect();
         // A route comes after its entries and goes before them, so that whatever a crash leaves is in the map.
         let mut outcome = Outcome::default();
-        outcome.note(self.routes.retain(&addrs));
-        outcome.note(self.routes.claim(&addrs));
+        if !self.joined {
+            outcome.note(self.routes.retain(&addrs));
+            outcome.note(self.routes.claim(&addrs));
+        }
         outcome.note(self.table.sync(&wanted, |addr| self.routes.is_ours(addr), &mut self.maps));
-        outcome.note(self.routes.add_claimed());
+        if !self.joined {
+            outcome.note(self.routes.add_claimed());
+        }
         outcome.finish()
     }
 
@@ -212,15 +280,28 @@ impl Kernel {
         self.pins.path()
     }
 
-    /// Removes routes, pins and programs. Dropping does the same, and logs what cannot be removed.
+    /// Removes routes, pins and programs; programs only where the others belong to another process. Dropping does the
+    /// same, and logs what cannot be removed.
     ///
     /// # Errors
     /// The first thing that could not be removed; the others are.
     pub fn shutdown(mut self) -> Result<(), Error> {
         let mut outcome = Outcome::default();
+        if self.joined {
+            self.pins.forget();
+            return Ok(());
+        }
         outcome.note(self.routes.retain(&BTreeSet::new()));
         outcome.note(self.pins.remove());
         outcome.finish()
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        if self.joined {
+            self.pins.forget();
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -26,6 +26,9 @@ pub(super) const VIPS: &str = "VIPS";
 pub(super) const ENDPOINTS: &str = "EPS";
 pub(super) const STATS: &str = "STATS";
 const PINS: [&str; 3] = [VIPS, ENDPOINTS, STATS];
+
+/// Behind a name while the pin waits to take its place.
+const NEXT: &str = "_NEXT";
 
 /// Attempts to lock the directory while a predecessor that is just ending removes it under us.
 const LOCK_ATTEMPTS: u32 = 10;
@@ -62,28 +65,60 @@ impl PinDir {
         Err(Error::InUse { path: path.to_owned() })
     }
 
+    /// The directory, held by a lock that another process has given us.
+    pub(super) fn given(path: &Path, lock: File) -> Self {
+        Self { path: path.to_owned(), lock: Some(lock) }
+    }
+
+    /// The lock, for a process that is to hold it too.
+    pub(super) fn lend_lock(&self) -> Result<Option<File>, Error> {
+        self.lock.as_ref().map(|lock| lock.try_clone().map_err(failed("share the lock of", &self.path))).transpose()
+    }
+
+    /// Leaves everything to another process.
+    pub(super) fn forget(&mut self) {
+        self.lock = None;
+    }
+
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The VIPs whose routes a dead predecessor had added: it could not remove them.
-    pub(super) fn stale_routes(&self) -> Vec<IpAddr> {
-        let read = || -> Result<Vec<IpAddr>, MapError> {
+    /// The VIPs of a predecessor, and those addresses of them whose routes it had added and not removed.
+    pub(super) fn stale(&self) -> (Vec<SocketAddr>, Vec<IpAddr>) {
+        let read = || -> Result<(Vec<SocketAddr>, Vec<IpAddr>), MapError> {
             let map = Map::from_map_data(MapData::from_pin(self.path.join(VIPS))?)?;
             let vips = HashMap::<_, VipKey, VipInfo>::try_from(map)?;
             let vips = vips.iter().collect::<Result<Vec<_>, _>>()?;
-            let routed = vips.into_iter().filter(|(_, info)| info.flags & VIP_ROUTE != 0);
-            Ok(routed.map(|(key, _)| addr_from_bytes(key.addr)).collect())
+            let routed = vips.iter().filter(|(_, info)| info.flags & VIP_ROUTE != 0);
+            let routed = routed.map(|(key, _)| addr_from_bytes(key.addr)).collect();
+            let at = |(key, _): &(VipKey, VipInfo)| SocketAddr::new(addr_from_bytes(key.addr), key.port);
+            Ok((vips.iter().map(at).collect(), routed))
         };
         // Mostly there is none; one of another layout is another version's, and its routes are for the operator.
         read().unwrap_or_else(|error| {
             tracing::debug!(%error, "no predecessor's VIPs to read");
-            Vec::new()
+            (Vec::new(), Vec::new())
         })
     }
 
     /// Pins `map` as `name`.
-    pub(super) fn pin(&self, name: &'static str, map: &Map) -> Result<(), Error> {
+    pub(super) fn pin(&self, name: &'static str, map: &MapData) -> Result<(), Error> {
+        self.pin_as(name, map)
+    }
+
+    /// Pins `map` as `name` in place of another.
+    pub(super) fn pin_instead(&self, name: &'static str, map: &MapData) -> Result<(), Error> {
+        let next = format!("{name}{NEXT}");
+        let (from, to) = (self.path.join(&next), self.path.join(name));
+        match fs::remove_file(&from) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("remove", &from)(error)),
+            _ => self.pin_as(&next, map)?,
+        }
+        fs::rename(&from, &to).map_err(failed("move a pin to", &to))
+    }
+
+    fn pin_as(&self, name: &str, map: &MapData) -> Result<(), Error> {
         let path = self.path.join(name);
         map.pin(&path).map_err(|error| match error {
             PinError::SyscallError(error) => failed("pin a map at", &path)(error.io_error),
@@ -94,7 +129,8 @@ impl PinDir {
     /// Removes our pins from the directory, whoever made them.
     pub(super) fn clear(&self) -> Result<(), Error> {
         let mut outcome = Outcome::default();
-        for path in PINS.map(|name| self.path.join(name)) {
+        let names = PINS.iter().flat_map(|name| [(*name).to_owned(), format!("{name}{NEXT}")]);
+        for path in names.map(|name| self.path.join(name)) {
             match fs::remove_file(&path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 removed => outcome.note(removed.map_err(failed("remove", &path))),

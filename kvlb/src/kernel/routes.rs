@@ -58,6 +58,19 @@ impl Routes {
         Ok(Self { netlink, held: BTreeMap::new(), stale: stale.into_iter().collect() })
     }
 
+    /// These routes are ours too: a predecessor has added them.
+    pub(super) fn inherit(&mut self, stale: Vec<IpAddr>) {
+        self.stale.extend(stale);
+        // What was foreign while the predecessor had it is looked at again.
+        self.held.retain(|_, hold| *hold == Hold::Ours);
+    }
+
+    /// None is ours any more.
+    pub(super) fn forget(&mut self) {
+        self.held.clear();
+        self.stale.clear();
+    }
+
     /// Whether kvlb adds, or has added, the route of `addr`.
     pub(super) fn is_ours(&self, addr: IpAddr) -> bool {
         matches!(self.held.get(&addr), Some(Hold::Claimed | Hold::Ours))

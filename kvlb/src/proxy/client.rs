@@ -115,6 +115,10 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
             After::Reset => return client.stream.reset_on_close(),
         }
     }
+    if client.lane().is_taken_over() && client.seat.post.order() == Order::Finish {
+        // A request may be on its way just now: its client sees an end rather than a reset.
+        Box::pin(client.linger()).await;
+    }
 }
 
 impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {

@@ -7,6 +7,7 @@ use std::cell::Cell;
 use std::future::Future;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -66,6 +67,10 @@ impl Listener for EpollListener {
 
     fn stop(&self) {
         shut(&self.socket, Shutdown::Read);
+    }
+
+    fn lend(&self) -> io::Result<OwnedFd> {
+        self.socket.as_fd().try_clone_to_owned()
     }
 }
 

@@ -10,7 +10,7 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::net::{Shutdown, SocketAddr};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::str::FromStr;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -130,6 +130,9 @@ pub(super) trait Listener: 'static {
 
     /// Ends the listening, for everybody who holds the socket.
     fn stop(&self);
+
+    /// Another descriptor of the very socket.
+    fn lend(&self) -> io::Result<OwnedFd>;
 }
 
 /// How a peer's leaving is read.

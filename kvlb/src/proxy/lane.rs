@@ -5,6 +5,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -36,6 +38,12 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// How long connections that were told to end at once may take for it.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
+/// How long connections between two requests are kept once another process has taken over. Whoever asks again on one is
+/// told to close it, which no request is lost by; an end that nobody was told of can cross a request on its way. Pools of
+/// clients mostly let go of theirs sooner.
+const IDLE_GRACE: Duration = Duration::from_secs(10);
+/// How long the polite end of those takes: longer than [`client`] lingers.
+const IDLE_END: Duration = Duration::from_secs(4);
 
 /// What a data thread is told.
 #[derive(Debug)]
@@ -44,7 +52,10 @@ pub(super) enum Command {
     Listen(Link, std::net::TcpListener),
     /// Serve it no more; `release` leaves the socket listening, for whoever else holds it.
     Unlisten { link: Link, release: bool },
-    /// Accept nothing more, end when the last connection has ended or at the deadline.
+    /// Give a descriptor of each listening socket.
+    Lend(std::sync::mpsc::Sender<(Link, io::Result<OwnedFd>)>),
+    /// Accept nothing more, end when the last connection has ended or at the deadline. `release`: another process goes on
+    /// accepting from the sockets, so that clients need not be told at once.
     Drain { deadline: Instant, release: bool },
 }
 
@@ -105,8 +116,20 @@ pub(super) struct Lane<B: Backend, P: Backplane> {
     pub(super) ids: Ids,
     number: usize,
     posts: RefCell<Posts>,
-    draining: Cell<bool>,
+    draining: Cell<Draining>,
     emptied: Notify,
+}
+
+/// How a thread ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Draining {
+    /// It does not.
+    #[default]
+    No,
+    /// Connections between two requests are closed at once.
+    Briskly,
+    /// Another process has taken over.
+    Politely,
 }
 
 /// The connections of a thread, by their place.
@@ -135,23 +158,23 @@ pub(super) async fn run<B: Backend, P: Backplane>(
     buffer::open_shelf();
     let lane = Rc::new(Lane::<B, P>::new(number, place, shared));
     let pulse = spawn_local(take_pulse(Rc::clone(&lane)));
-    let mut doors = BTreeMap::new();
-    let (deadline, release) = loop {
+    let mut doors: BTreeMap<Link, Vec<Door<B::Listener>>> = BTreeMap::new();
+    let (deadline, release, how) = loop {
         match commands.recv().await {
             Some(Command::Listen(link, socket)) => open_door(&lane, &mut doors, link, socket),
             Some(Command::Unlisten { link, release }) => {
-                if let Some(door) = doors.remove(&link) {
-                    door.shut(release);
-                }
+                doors.remove(&link).into_iter().flatten().for_each(|door| door.shut(release));
             }
-            Some(Command::Drain { deadline, release }) => break (deadline, release),
-            None => break (clock::now(), false),
+            Some(Command::Lend(to)) => lend(&doors, &to),
+            Some(Command::Drain { deadline, release }) => {
+                break (deadline, release, if release { Draining::Politely } else { Draining::Briskly });
+            }
+            // The proxy was dropped: its sockets may be another process's, too.
+            None => break (clock::now(), true, Draining::Briskly),
         }
     };
-    for door in doors.into_values() {
-        door.shut(release);
-    }
-    lane.drain(deadline).await;
+    doors.into_values().flatten().for_each(|door| door.shut(release));
+    lane.drain(deadline, how).await;
     pulse.abort();
     lane.idle.borrow_mut().clear();
     buffer::close_shelf();
@@ -172,9 +195,18 @@ impl<L: Listener> Door<L> {
     }
 }
 
+/// Gives a descriptor of each listening socket to whoever asked.
+fn lend<L: Listener>(doors: &BTreeMap<Link, Vec<Door<L>>>, to: &std::sync::mpsc::Sender<(Link, io::Result<OwnedFd>)>) {
+    for (link, door) in doors.iter().flat_map(|(link, doors)| doors.iter().map(move |door| (*link, door))) {
+        if to.send((link, door.listener.lend())).is_err() {
+            return;
+        }
+    }
+}
+
 fn open_door<B: Backend, P: Backplane>(
     lane: &Rc<Lane<B, P>>,
-    doors: &mut BTreeMap<Link, Door<B::Listener>>,
+    doors: &mut BTreeMap<Link, Vec<Door<B::Listener>>>,
     link: Link,
     socket: std::net::TcpListener,
 ) {
@@ -183,9 +215,7 @@ fn open_door<B: Backend, P: Backplane>(
             let listener = Rc::new(listener);
             let (lane, door) = (Rc::clone(lane), Rc::clone(&listener));
             let task = spawn_local(async move { Rc::clone(&lane.holds).measure(accept(lane, door)).await });
-            if let Some(replaced) = doors.insert(link, Door { listener, task }) {
-                replaced.shut(false);
-            }
+            doors.entry(link).or_default().push(Door { listener, task });
         }
         Err(error) => tracing::error!(%error, "a listening socket cannot be served"),
     }
@@ -266,7 +296,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             ids: Ids::new(),
             number,
             posts: RefCell::default(),
-            draining: Cell::new(false),
+            draining: Cell::default(),
             emptied: Notify::new(),
         }
     }
@@ -291,7 +321,12 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
 
     /// Whether the thread is about to end: no connection is kept for another request.
     pub(super) fn is_draining(&self) -> bool {
-        self.draining.get()
+        self.draining.get() != Draining::No
+    }
+
+    /// Whether another process has taken over.
+    pub(super) fn is_taken_over(&self) -> bool {
+        self.draining.get() == Draining::Politely
     }
 
     /// Serves a new connection in a task of its own, or turns it away.
@@ -312,8 +347,16 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
         spawn_local(async move { holds.measure(client::serve(&seat, stream, arrival)).await });
     }
 
-    async fn drain(&self, deadline: Instant) {
-        self.draining.set(true);
+    async fn drain(&self, deadline: Instant, how: Draining) {
+        self.draining.set(how);
+        let mut deadline = deadline;
+        if how == Draining::Politely {
+            let grace = deadline.min(clock::now() + IDLE_GRACE);
+            if tokio::time::timeout_at(grace.into(), self.empty()).await.is_ok() {
+                return;
+            }
+            deadline = deadline.max(clock::now() + IDLE_END);
+        }
         self.posts.borrow().give(Order::Finish);
         if tokio::time::timeout_at(deadline.into(), self.empty()).await.is_ok() {
             return;

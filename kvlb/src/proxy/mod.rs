@@ -37,6 +37,7 @@ mod walk;
 mod workers;
 
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -241,12 +242,45 @@ impl Proxy {
         self.lanes.len()
     }
 
-    /// Accepts from `sockets`, which all listen: the first on the first data thread, the second on the second, and so on
-    /// round.
-    pub fn listen(&self, link: Link, sockets: Vec<TcpListener>) {
-        for (socket, lane) in sockets.into_iter().zip(self.lanes.iter().cycle()) {
+    /// Accepts from `sockets`, which all listen: the first on the first data thread, the second on the second. What is left
+    /// when each thread has one is accepted from by all threads, so that none has twice the work of another.
+    pub fn listen(&self, link: Link, mut sockets: Vec<TcpListener>) {
+        let shared = sockets.split_off(sockets.len().min(self.lanes.len()));
+        for (socket, lane) in sockets.into_iter().zip(&self.lanes) {
             lane.tell(Command::Listen(link, socket));
         }
+        for socket in shared {
+            for lane in &self.lanes {
+                match socket.try_clone() {
+                    Ok(socket) => lane.tell(Command::Listen(link, socket)),
+                    Err(error) => tracing::error!(%error, "a data thread does not share a listening socket"),
+                }
+            }
+        }
+    }
+
+    /// Accepts from `sockets` too, each on the data thread of its number counted from `first`.
+    pub fn listen_more(&self, link: Link, first: usize, sockets: Vec<TcpListener>) {
+        for (socket, lane) in sockets.into_iter().zip(self.lanes.iter().skip(first)) {
+            lane.tell(Command::Listen(link, socket));
+        }
+    }
+
+    /// A descriptor of each listening socket, those that threads share once for each of them; in the order of threads.
+    /// Blocks until the threads have answered.
+    ///
+    /// # Errors
+    /// When there is no descriptor left.
+    pub fn lend(&self) -> std::io::Result<Vec<(Link, OwnedFd)>> {
+        let mut lent = Vec::new();
+        for lane in &self.lanes {
+            let (to, from) = std::sync::mpsc::channel();
+            lane.tell(Command::Lend(to));
+            for (link, socket) in from {
+                lent.push((link, socket?));
+            }
+        }
+        Ok(lent)
     }
 
     /// Accepts no more from the sockets of `link`. With `release` they stay open for another process that holds them.
@@ -257,7 +291,8 @@ impl Proxy {
     }
 
     /// Accepts nothing more, lets requests on their way finish until `deadline`, and ends. Blocks until that is done.
-    /// With `release` the listening sockets stay open for another process that holds them.
+    /// With `release` the listening sockets stay open for another process that holds them, and connections between two
+    /// requests are kept for a while: the answer to the next one tells its client to close.
     pub fn drain(self, deadline: Instant, release: bool) {
         for lane in &self.lanes {
             lane.tell(Command::Drain { deadline, release });

@@ -78,6 +78,15 @@ impl Tokenizers {
         self.staged.load().contains_key(slug)
     }
 
+    /// The folders' names of all that can be used.
+    pub fn ready(&self) -> Vec<String> {
+        let staged = self.staged.load();
+        let ready = staged.iter().filter(|(_, staged)| matches!(staged, Staged::Ready(_)));
+        let mut ready: Vec<_> = ready.map(|(slug, _)| slug.as_str().to_owned()).collect();
+        ready.sort_unstable();
+        ready
+    }
+
     /// What is known of `model`, for a status; `None` before anybody looked.
     pub fn status(&self, model: &str) -> Option<Staged> {
         self.staged.load().get(&ModelSlug::from(model)).cloned()

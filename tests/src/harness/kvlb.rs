@@ -77,11 +77,36 @@ impl Kvlb {
         Self::start_program(&binary("kvlb")?, config).await
     }
 
+    /// Starts one that takes over from another, and waits until it answers in the place of that one. Its arguments are those
+    /// of the other, API and state directory included, and `--takeover`.
+    ///
+    /// # Errors
+    /// As [`Kvlb::start`].
+    pub async fn take_over(config: KvlbConfig) -> anyhow::Result<Self> {
+        let mut kvlb = Self::spawn(&binary("kvlb")?, config)?;
+        kvlb.wait_for_api(true).await?;
+        Ok(kvlb)
+    }
+
+    /// The same without waiting.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn begin_takeover(config: KvlbConfig) -> anyhow::Result<Self> {
+        Self::spawn(&binary("kvlb")?, config)
+    }
+
     /// The same with the program at a given place.
     ///
     /// # Errors
     /// As [`Kvlb::start`].
     pub async fn start_program(program: &Path, config: KvlbConfig) -> anyhow::Result<Self> {
+        let mut kvlb = Self::spawn(program, config)?;
+        kvlb.wait_for_api(false).await?;
+        Ok(kvlb)
+    }
+
+    fn spawn(program: &Path, config: KvlbConfig) -> anyhow::Result<Self> {
         let dir = temp_dir()?;
         let api = match config.value_of("--api") {
             Some(api) => api.parse().with_context(|| format!("read --api {api}"))?,
@@ -101,9 +126,7 @@ impl Kvlb {
             Some(netns) => netns.spawn(&mut command)?,
             None => command.spawn().with_context(|| format!("start {}", program.display()))?,
         };
-        let mut kvlb = Self { child, api, netns: config.netns, dir };
-        kvlb.wait_for_api().await?;
-        Ok(kvlb)
+        Ok(Self { child, api, netns: config.netns, dir })
     }
 
     /// Where its API listens.
@@ -192,12 +215,14 @@ impl Kvlb {
         until_some(within, "kvlb ends", async || child.try_wait().ok().flatten()).await
     }
 
-    async fn wait_for_api(&mut self) -> anyhow::Result<()> {
+    /// Waits until an API answers there; with `itself`, until it is this process's.
+    async fn wait_for_api(&mut self, itself: bool) -> anyhow::Result<()> {
         let started = until_some(START_LIMIT, "kvlb's API answers", async || {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Some(Err(status));
             }
-            self.ask("GET", "/netlox/v1/version", None).await.is_ok().then_some(Ok(()))
+            let (_, status) = self.api("GET", "/netlox/v1/status", None).await.ok()?;
+            (!itself || status["pid"] == self.id()).then_some(Ok(()))
         });
         match started.await {
             Ok(Ok(())) => Ok(()),

@@ -20,7 +20,7 @@ use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Sleep, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 
@@ -46,6 +46,8 @@ const TLS_HANDSHAKE: u8 = 0x16;
 #[derive(Debug)]
 pub(super) struct Door {
     listener: TcpListener,
+    /// Whether another process accepts from the listener's socket instead.
+    left: watch::Receiver<bool>,
     places: Arc<Semaphore>,
     patience: Patience,
     guard: Arc<Guard>,
@@ -61,9 +63,15 @@ struct Patience {
 }
 
 impl Door {
-    pub(super) fn new(listener: TcpListener, guard: Arc<Guard>, tls: Option<Arc<tls::Server>>) -> Self {
+    pub(super) fn new(
+        listener: TcpListener,
+        left: watch::Receiver<bool>,
+        guard: Arc<Guard>,
+        tls: Option<Arc<tls::Server>>,
+    ) -> Self {
         Self {
             listener,
+            left,
             places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
             patience: Patience { quiet: QUIET_MAX, quiet_crowded: QUIET_MAX_CROWDED, handshake: HANDSHAKE_MAX },
             guard,
@@ -97,7 +105,11 @@ impl Door {
     async fn accept(&mut self) -> (Visitor, SocketAddr) {
         let place = Arc::clone(&self.places).acquire_owned().await.ok();
         debug_assert!(place.is_some(), "nobody closes the semaphore");
-        let (stream, address) = axum::serve::Listener::accept(&mut self.listener).await;
+        let (stream, address) = tokio::select! {
+            biased;
+            true = async { self.left.wait_for(|left| *left).await.is_ok() } => std::future::pending().await,
+            accepted = axum::serve::Listener::accept(&mut self.listener) => accepted,
+        };
         let visitor = Visitor {
             stream,
             patience: self.patience,
@@ -284,7 +296,11 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let patience = Patience { quiet: max, quiet_crowded: Duration::from_millis(20), handshake: max };
         let guard = Arc::new(Guard::new(None, false, Arc::new(Metrics::new().unwrap())));
-        Door { patience, places: Arc::new(Semaphore::new(places)), ..Door::new(listener, guard, None) }
+        Door {
+            patience,
+            places: Arc::new(Semaphore::new(places)),
+            ..Door::new(listener, watch::channel(false).1, guard, None)
+        }
     }
 
     #[tokio::test]

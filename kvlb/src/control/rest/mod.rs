@@ -23,14 +23,15 @@ use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{DefaultBodyLimit, FromRequestParts, OriginalUri, Path, Query, State};
 use axum::handler::Handler;
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, Method, StatusCode, header};
-use axum::middleware::from_fn_with_state;
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, delete, get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 
 pub use guard::{Guard, Role, Tokens};
 
@@ -61,6 +62,21 @@ pub struct About {
     pub tokens: &'static str,
     /// Where rules are kept; `None`: in memory only.
     pub state_dir: Option<PathBuf>,
+    /// What it took over from; `None`: it started alone.
+    pub takeover: Option<TakenOver>,
+}
+
+/// How this process came to serve in place of another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TakenOver {
+    /// The other's version.
+    pub version: String,
+    /// The other's process.
+    pub pid: u32,
+    /// When, in seconds since 1970.
+    pub at: u64,
+    /// Whether all that the other knew of its engines was known here, too.
+    pub warm: bool,
 }
 
 /// What the handlers share.
@@ -68,12 +84,14 @@ pub struct Api {
     live: Arc<dyn Live>,
     about: About,
     store: OnceLock<Arc<Store>>,
+    /// Whether another process serves the API from now on.
+    left: watch::Sender<bool>,
 }
 
 impl Api {
     /// An API whose rules are not loaded yet: it answers 503 to everything that concerns them.
     pub fn new(live: Arc<dyn Live>, about: About) -> Arc<Self> {
-        Arc::new(Self { live, about, store: OnceLock::new() })
+        Arc::new(Self { live, about, store: OnceLock::new(), left: watch::Sender::new(false) })
     }
 
     /// Says that the rules are loaded and in force. Only the first call counts.
@@ -81,6 +99,11 @@ impl Api {
         if self.store.set(store).is_err() {
             tracing::warn!("the rules were loaded twice; the first ones stay");
         }
+    }
+
+    /// Accepts no more: another process does, from the same socket. Who is connected is answered, and told to close.
+    pub fn leave(&self) {
+        self.left.send_replace(true);
     }
 
     fn store(&self) -> Result<&Arc<Store>, Problem> {
@@ -104,8 +127,9 @@ pub async fn serve(
     tls: Option<Arc<tls::Server>>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) {
+    let left = api.left.subscribe();
     let router = router(api, Arc::clone(&guard));
-    door::Door::new(listener, guard, tls).serve(&router, stop).await;
+    door::Door::new(listener, left, guard, tls).serve(&router, stop).await;
 }
 
 /// Where all other paths are.
@@ -138,6 +162,7 @@ pub fn router(api: Arc<Api>, guard: Arc<Guard>) -> Router {
         .method_not_allowed_fallback(no_method)
         // Around the answers to what is not there too: whoever is not let in learns nothing.
         .layer(from_fn_with_state(guard, guard::admit))
+        .layer(from_fn_with_state(Arc::clone(&api), tell_to_close))
         .with_state(api)
 }
 
@@ -206,6 +231,15 @@ impl Paths {
     }
 }
 
+/// Whoever stays connected to a process that is about to end is told to come to the next.
+async fn tell_to_close(State(api): Shared, request: axum::extract::Request, next: Next) -> Response {
+    let mut response = next.run(request).await;
+    if *api.left.borrow() {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
+}
+
 async fn no_path(OriginalUri(uri): OriginalUri) -> Problem {
     Problem::NoPath(super::wire::shown(uri.path()))
 }
@@ -236,6 +270,7 @@ async fn status(State(api): Shared) -> Json<Value> {
     let degraded: Vec<_> =
         api.live.degraded().into_iter().map(|(what, why)| json!({"what": what, "why": why})).collect();
     let about = &api.about;
+    let takeover = about.takeover.as_ref();
     Json(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "ready": store.is_some(),
@@ -246,6 +281,10 @@ async fn status(State(api): Shared) -> Json<Value> {
         "apiTls": about.tls,
         "apiTokens": about.tokens,
         "stateDir": about.state_dir,
+        "pid": std::process::id(),
+        "takeover": takeover.map(|from| json!({
+            "fromVersion": from.version, "fromPid": from.pid, "at": from.at, "warm": from.warm,
+        })),
         "rules": entries.len(),
         "endpoints": endpoints,
         "degraded": degraded,

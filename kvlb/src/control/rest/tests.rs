@@ -92,6 +92,7 @@ impl Server {
             tls: false,
             tokens: "none",
             state_dir: None,
+            takeover: None,
         };
         let api = Api::new(Arc::new(Fixed), about);
         let guard = Arc::new(Guard::new(None, false, Arc::new(Metrics::new().unwrap())));

@@ -66,6 +66,9 @@ pub enum StoreError {
     /// Another process uses the directory.
     #[error("another kvlb uses the state directory {}: stop it, or name another with --state-dir, or none with --no-state", .0.display())]
     InUse(PathBuf),
+    /// The rules that another process told are not as they should be.
+    #[error("the rules of the running kvlb cannot be read: {0}")]
+    Told(String),
     /// Neither the last version nor the one before can be read.
     #[error(
         "the rules in {} cannot be read ({current}), nor the version before ({previous}): repair or remove the files",
@@ -93,7 +96,7 @@ pub(super) struct Loaded {
 #[derive(Debug)]
 pub(super) struct RulesFile {
     dir: PathBuf,
-    _lock: File,
+    lock: File,
 }
 
 impl RulesFile {
@@ -104,10 +107,20 @@ impl RulesFile {
         let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
         let lock = lock.map_err(at("open", &path))?;
         match lock.try_lock() {
-            Ok(()) => Ok(Self { dir: dir.to_owned(), _lock: lock }),
+            Ok(()) => Ok(Self::locked(dir, lock)),
             Err(fs::TryLockError::WouldBlock) => Err(StoreError::InUse(dir.to_owned())),
             Err(fs::TryLockError::Error(source)) => Err(StoreError::Io { what: "lock", path, source }),
         }
+    }
+
+    /// The directory, held by a lock that another process has given us: it is the very one that this process holds.
+    pub(super) fn locked(dir: &Path, lock: File) -> Self {
+        Self { dir: dir.to_owned(), lock }
+    }
+
+    /// The lock, for a process that is to hold it too.
+    pub(super) fn lend_lock(&self) -> io::Result<File> {
+        self.lock.try_clone()
     }
 
     /// Reads the last version, or the one before where the last is damaged. An empty directory holds no rules; one with

@@ -7,7 +7,8 @@
 mod change;
 mod file;
 
-use std::path::Path;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -17,7 +18,7 @@ use serde_json::{Map, Value};
 pub use change::{Change, Done, Select};
 pub use file::StoreError;
 
-use file::{Document, Kept, RulesFile};
+use file::{Document, Kept, Loaded, RulesFile};
 
 use super::Problem;
 use super::wire::Body;
@@ -103,6 +104,28 @@ struct Writer {
     /// `None`: rules live in memory only.
     file: Option<RulesFile>,
     next_id: u32,
+    held: Held,
+}
+
+/// Whose changes are put off while a takeover is under way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Held {
+    /// Nobody's.
+    #[default]
+    No,
+    /// Operators', in a process that is about to serve: kvlb's own rule grows while it gets ready.
+    Operators,
+    /// All, in one whose rules are being copied.
+    All,
+}
+
+/// What a store goes on from where another process kept the rules before.
+#[derive(Debug)]
+pub enum Before {
+    /// The state directory, and its lock.
+    Kept(PathBuf, File),
+    /// The rules themselves, as [`Store::copy`] has given them.
+    Told(Value),
 }
 
 impl Store {
@@ -113,6 +136,29 @@ impl Store {
     pub fn open(dir: Option<&Path>, publish: impl Publish + 'static) -> Result<Self, StoreError> {
         let file = dir.map(RulesFile::open).transpose()?;
         let loaded = file.as_ref().map(RulesFile::load).transpose()?;
+        Ok(Self::with(file, loaded, Held::No, publish))
+    }
+
+    /// Goes on with the rules of a process that hands over. Operators' changes are put off until [`Store::go_on`].
+    ///
+    /// # Errors
+    /// [`StoreError`] where the rules cannot be read.
+    pub fn take_over(before: Before, publish: impl Publish + 'static) -> Result<Self, StoreError> {
+        let (file, loaded) = match before {
+            Before::Kept(dir, lock) => {
+                let file = RulesFile::locked(&dir, lock);
+                let loaded = file.load()?;
+                (Some(file), loaded)
+            }
+            Before::Told(rules) => {
+                let document = serde_json::from_value(rules).map_err(|error| StoreError::Told(error.to_string()))?;
+                (None, Loaded { document, recovered: None })
+            }
+        };
+        Ok(Self::with(file, Some(loaded), Held::Operators, publish))
+    }
+
+    fn with(file: Option<RulesFile>, loaded: Option<Loaded>, held: Held, publish: impl Publish + 'static) -> Self {
         let mut trouble = Vec::new();
         let (next_id, kept) = loaded.map_or((1, Vec::new()), |loaded| {
             trouble.extend(loaded.recovered);
@@ -127,12 +173,39 @@ impl Store {
         }
         let store = Self {
             entries: ArcSwap::from_pointee(entries),
-            writer: Mutex::new(Writer { file, next_id }),
+            writer: Mutex::new(Writer { file, next_id, held }),
             publish: Box::new(publish),
             trouble,
         };
         store.publish();
-        Ok(store)
+        store
+    }
+
+    /// Puts off every change from now on: the rules are being handed over.
+    pub fn hold(&self) {
+        self.writer.lock().held = Held::All;
+    }
+
+    /// Takes changes again.
+    pub fn go_on(&self) {
+        self.writer.lock().held = Held::No;
+    }
+
+    /// A descriptor of the state directory's lock, where there is one.
+    ///
+    /// # Errors
+    /// When there is no descriptor left.
+    pub fn lend_lock(&self) -> std::io::Result<Option<File>> {
+        self.writer.lock().file.as_ref().map(RulesFile::lend_lock).transpose()
+    }
+
+    /// The rules, where no directory keeps them.
+    pub fn copy(&self) -> Option<Value> {
+        let writer = self.writer.lock();
+        if writer.file.is_some() {
+            return None;
+        }
+        serde_json::to_value(document(&self.entries(), writer.next_id)).ok()
     }
 
     /// All rules now.
@@ -151,6 +224,10 @@ impl Store {
     /// A [`Problem`] where the change makes no sense, or cannot be written; then nothing changed.
     pub fn change(&self, change: &Change) -> Result<Done, Problem> {
         let mut writer = self.writer.lock();
+        let own = matches!(change, Change::Volatile(_));
+        if writer.held == Held::All || (writer.held == Held::Operators && !own) {
+            return Err(Problem::HandingOver);
+        }
         let before = self.entries();
         let (after, done) = change::apply(&before, change, writer.next_id)?;
         if let Some(after) = after {
@@ -176,9 +253,7 @@ impl std::fmt::Debug for Store {
 impl Writer {
     fn commit(&mut self, entries: &[Arc<Entry>], next_id: u32) -> Result<(), Problem> {
         if let Some(file) = &self.file {
-            let kept = entries.iter().filter(|entry| !entry.volatile);
-            let rules = kept.map(|e| Kept { id: e.id.0, body: e.json.clone() }).collect();
-            file.save(&Document::new(next_id, rules)).map_err(|error| {
+            file.save(&document(entries, next_id)).map_err(|error| {
                 tracing::error!(%error, "a change of the rules could not be written");
                 Problem::NotDurable(error.to_string())
             })?;
@@ -186,6 +261,12 @@ impl Writer {
         self.next_id = next_id;
         Ok(())
     }
+}
+
+/// What is kept of the rules.
+fn document(entries: &[Arc<Entry>], next_id: u32) -> Document {
+    let kept = entries.iter().filter(|entry| !entry.volatile);
+    Document::new(next_id, kept.map(|e| Kept { id: e.id.0, body: e.json.clone() }).collect())
 }
 
 /// A file edited by hand may hold two rules for the same requests, one number twice, or more ports than there may be: the
@@ -266,6 +347,33 @@ mod tests {
         put(&store, 80);
         put(&store, 81);
         assert_eq!(*published.lock(), [vec![], vec![1], vec![1, 2]]);
+    }
+
+    #[test]
+    fn while_rules_are_handed_over_nothing_changes_and_afterwards_all_are_there() {
+        let dir = tempfile::tempdir().unwrap();
+        for dir in [Some(dir.path()), None] {
+            let (old, _) = open(dir);
+            put(&old, 80);
+            old.hold();
+            let change = |port| Change::Post(Box::new(body(port, json!({}))));
+            let code = |done: Result<Done, Problem>| done.map_err(|problem| problem.code());
+            assert_eq!(code(old.change(&change(81))).unwrap_err(), "handing_over");
+            let before = match (dir, old.lend_lock().unwrap()) {
+                (Some(dir), Some(lock)) => Before::Kept(dir.to_owned(), lock),
+                _ => Before::Told(old.copy().unwrap()),
+            };
+            let new = Store::take_over(before, |_| ()).unwrap();
+            assert_eq!(new.entries().len(), 1);
+            assert_eq!(code(new.change(&change(81))).unwrap_err(), "handing_over");
+            new.change(&Change::Volatile(Box::new(body(90, json!({}))))).unwrap();
+            drop(old);
+            if let Some(dir) = dir {
+                assert!(matches!(RulesFile::open(dir), Err(StoreError::InUse(_))), "the lock is the new one's too");
+            }
+            new.go_on();
+            assert_eq!(put(&new, 81), RuleId(3));
+        }
     }
 
     #[test]

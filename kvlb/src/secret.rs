@@ -221,7 +221,8 @@ fn check(path: &Path, file: &File, pipes: bool) -> Result<(), Error> {
         return Err(Error::Owner { path: path.to_owned(), owner: found.uid(), us });
     }
     let mode = found.mode() & 0o7777;
-    if mode & 0o077 == 0 { Ok(()) } else { Err(Error::Open { path: path.to_owned(), mode }) }
+    let others = mode & 0o077;
+    if others == 0 { Ok(()) } else { Err(Error::Open { path: path.to_owned(), mode }) }
 }
 
 fn token_in(path: &Path, bytes: &[u8]) -> Result<Hidden, Error> {

@@ -137,7 +137,8 @@ impl Visit {
         let Some(tls) = &self.tls else { return self.converse(visitor, false).await };
         let acceptor = TlsAcceptor::from(tls.config());
         let shaken = timeout(self.patience.handshake, async {
-            match visitor.first_byte().await? {
+            let first = visitor.first_byte().await?;
+            match first {
                 None => Ok(None),
                 Some(TLS_HANDSHAKE) => match acceptor.accept(visitor).into_fallible().await {
                     Ok(stream) => Ok(Some(Shaken::Tls(Box::new(stream)))),

@@ -252,6 +252,12 @@ impl Scene {
         assert_eq!(answer.head.status, 200, "{}", answer.body.text());
     }
 
+    /// The same once probes have found the engines again.
+    async fn serves_again(&self) {
+        let answered = async || self.stage.ask(8080, COMPLETIONS, &short(1)).await.unwrap().head.status == 200;
+        eventually(LONG, "engines are up again", answered).await.unwrap();
+    }
+
     /// Changes are taken, and are in force.
     async fn takes_changes(&self) {
         let path = "/netlox/v1/config/loadbalancer";
@@ -446,13 +452,13 @@ async fn the_next_one_serves_when_the_old_one_dies_on_the_way(datapath: &'static
     .unwrap();
     assert!(next.ended(Duration::ZERO).await.is_err());
     scene.kvlb = next;
-    scene.serves().await;
+    scene.serves_again().await;
     scene.takes_changes().await;
     // A limit ends the waiting too, and the old one leaves as ever.
     scene.engines.iter().for_each(|engine| engine.faults().set(|plan| plan.refuse_http = true));
     scene.take_over(&["--takeover-wait", "1s"]).await;
     scene.engines.iter().for_each(|engine| engine.faults().clear());
-    scene.serves().await;
+    scene.serves_again().await;
     scene.end().await;
 }
 

@@ -151,6 +151,7 @@ struct Parts {
 }
 
 impl Parts {
+    #[expect(clippy::too_many_lines, reason = "the order of a life, from the first listener to the last stream")]
     async fn serve(mut self, listener: std::net::TcpListener, mut inheritance: Option<Inheritance>) -> Result<()> {
         let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let (guard, tls) = (Arc::clone(&self.keys.guard), self.keys.tls.clone());
@@ -179,7 +180,7 @@ impl Parts {
         let api = Api::new(Arc::clone(&self.live) as Arc<dyn control::Live>, self.about.clone());
         api.ready(Arc::clone(&self.store));
         let leaving = Arc::clone(&api);
-        let api_served = async |api| {
+        let serve_api = move |api| {
             tokio::spawn(control::serve(listener, api, guard, tls, async move {
                 // A dropped sender means the same: stop.
                 let _asked_or_gone = api_stopped.await;
@@ -190,10 +191,10 @@ impl Parts {
                 let datapath = self.keep_open(ways);
                 // The API answers, and the log says ready, when the rules that are there already are served.
                 self.wait_until_served().await;
-                (datapath, api_served(api).await)
+                (datapath, serve_api(api))
             }
             Some(inheritance) => {
-                let api = api_served(api).await;
+                let api = serve_api(api);
                 let agreed = tokio::task::spawn_blocking(move || inheritance.ready()).await.context("take over")?;
                 if let Err(error) = agreed {
                     // What was accepted in the meantime is served to its end; the sockets are the other's.
@@ -315,7 +316,7 @@ impl Parts {
                 match owned {
                     Ok(vips) => *leaving = Leaving::after(vips),
                     Err(error) => {
-                        tracing::error!(error = &error as &dyn std::error::Error, "not all pins are replaced")
+                        tracing::error!(error = &error as &dyn std::error::Error, "not all pins are replaced");
                     }
                 }
                 if let Err(error) = steered.top_up(kernel, &self.proxy) {

@@ -26,6 +26,9 @@ fn nothing_set_is_the_documented_default() {
         io: Io::Auto,
         threads: 2,
         drain_timeout: Duration::from_secs(30),
+        takeover: Takeover::No,
+        takeover_socket: Some("/var/lib/kvlb/takeover.sock".into()),
+        takeover_wait: Duration::from_secs(30),
         log_format: LogFormat::Text,
         log_level: "info".to_owned(),
         access_log: AccessLog { sampling: Sampling::Off, destination: Destination::Stdout },
@@ -78,6 +81,9 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         ("KVLB_TEXT_CACHE_MIB", "3"),
         ("KVLB_ACCESS_LOG", "sampled"),
         ("KVLB_ACCESS_LOG_FILE", "/a"),
+        ("KVLB_TAKEOVER", "if-running"),
+        ("KVLB_TAKEOVER_SOCKET", "/o"),
+        ("KVLB_TAKEOVER_WAIT", "7s"),
         ("KVLB_ACCESS_LOG_SAMPLE", "7"),
         ("KVLB_TRACE_CONTEXT", "off"),
         ("KVLB_LOG_FORMAT", "json"),
@@ -98,6 +104,8 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     let seventh = Sampling::OneIn(NonZeroU64::new(7).unwrap());
     assert_eq!(by_env.access_log, AccessLog { sampling: seventh, destination: Destination::File("/a".into()) });
     assert!(!by_env.trace_context);
+    let of_takeover = |config: &Config| (config.takeover, config.takeover_socket.clone(), config.takeover_wait);
+    assert_eq!(of_takeover(&by_env), (Takeover::IfRunning, Some("/o".into()), Duration::from_secs(7)));
     let access = |dir: &str, open_metrics| {
         let file = |name: &str| PathBuf::from(format!("{dir}/{name}"));
         Access {
@@ -130,6 +138,9 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         io: text("epoll"),
         threads: text("1"),
         drain_timeout: text("500ms"),
+        takeover: text("required"),
+        takeover_socket: Some("/v".into()),
+        takeover_wait: text("9ms"),
         decision_budget_ms: text("9"),
         text_cache_mib: text("4"),
         access_log: text("full"),
@@ -140,6 +151,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         log_level: text("debug"),
     };
     let by_flag = Config::new(&flags, &env, 2).unwrap();
+    assert_eq!(of_takeover(&by_flag), (Takeover::Required, Some("/v".into()), Duration::from_millis(9)));
     assert_eq!((by_flag.text_cache, by_flag.access), (4 << 20, access("/l", true)));
     assert_eq!((by_flag.api.port(), by_flag.threads, by_flag.state_dir), (2, 1, None));
     assert_eq!((&by_flag.tokenizer_dir, &by_flag.pin_dir), (&PathBuf::from("/u"), &PathBuf::from("/q")));

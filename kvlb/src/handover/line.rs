@@ -45,8 +45,7 @@ impl Line {
     /// When the other side is gone or takes nothing.
     pub fn send(&mut self, message: &impl Serialize) -> Result<(), Error> {
         let text = serde_json::to_vec(message).map_err(|error| Error::Garbled(error.to_string()))?;
-        let length =
-            u32::try_from(text.len()).map_err(|_| Error::Garbled("a message of more than 4 GiB".to_owned()))?;
+        let length = u32::try_from(text.len()).map_err(|error| Error::Garbled(error.to_string()))?;
         let frame = [&length.to_le_bytes()[..], &text].concat();
         self.stream.write_all(&frame).map_err(|error| failed(error, ANSWER))
     }

@@ -166,7 +166,7 @@ impl Kernel {
 
     /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
     /// which they were attached; the first that chooses a listener decides, since ours do not replace a choice
-    /// (Documentation/bpf/prog_sk_lookup.rst). Both choose among the same sockets, so that there is no moment in which
+    /// (`Documentation/bpf/prog_sk_lookup.rst`). Both choose among the same sockets, so that there is no moment in which
     /// nobody steers. In those milliseconds the later one counts what the earlier one chose as `no_listener`.
     ///
     /// # Errors
@@ -189,6 +189,9 @@ impl Kernel {
     }
 
     /// Ends the steering, and leaves pins and routes to another process, which steers already.
+    ///
+    /// # Errors
+    /// [`Error::Program`] where the program stays until the process ends.
     pub fn let_go(&mut self) -> Result<(), Error> {
         self.joined = true;
         self.routes.forget();

@@ -188,7 +188,7 @@ families! {
     // The process.
     /// 1 for each degraded state that holds now.
     degraded: gauges("kvlb_degraded", ["what"]);
-    /// Takeovers by their end: taken, taken_cold (before all inventories were here), handed_over, failed, refused.
+    /// Takeovers by their end: `taken`, `taken_cold` (before all inventories were here), `handed_over`, `failed`, `refused`.
     takeovers: counters("kvlb_takeovers_total", ["outcome"]);
     /// 1; the labels say what runs.
     build_info: gauges("kvlb_build_info", ["version", "datapath", "io"]);

@@ -355,9 +355,9 @@ impl Arena {
 
     fn move_pages(&mut self, moves: impl Fn(&Words) -> bool) {
         for page in self.view.pages.iter_mut().filter(|page| !page.is_empty() && moves(page)) {
-            let moved = self.page_home.take(page.len());
-            copy(page, &moved);
-            *page = moved;
+            let new = self.page_home.take(page.len());
+            copy(page, &new);
+            *page = new;
             self.changed = true;
         }
     }

@@ -5,7 +5,6 @@
 mod fleet;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::Duration;
 
 use kvlb_tests::engine::EngineConfig;

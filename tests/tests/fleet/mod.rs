@@ -3,7 +3,7 @@
 //! A rule has one event port for all its endpoints, so each engine gets a loopback address of its own, from a network that no
 //! other fleet on this machine has.
 
-#![allow(dead_code, reason = "each test program uses its own part")]
+#![allow(dead_code, unused_imports, reason = "each test program uses its own part")]
 
 pub(crate) mod trio;
 

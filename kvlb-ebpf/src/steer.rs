@@ -15,6 +15,8 @@ const IPV4: u32 = 2;
 /// `BPF_SK_LOOKUP_F_NO_REUSEPORT` (linux/bpf.h): the listener is the one chosen here, also if it shares its port with
 /// others by `SO_REUSEPORT`.
 const NO_REUSEPORT: u64 = 2;
+/// `BPF_SK_LOOKUP_F_REPLACE`: what an earlier program chose does not stand. That one is of a kvlb that is about to leave.
+const REPLACE: u64 = 1;
 
 /// Runs for each packet that opens a connection to an address of this network namespace, before the kernel looks for a
 /// listener. What is not for a VIP passes untouched.
@@ -89,8 +91,9 @@ fn steer(ctx: &SkLookupContext, flow: &Flow, key: &VipKey, vip: &VipInfo, stats:
     // The first and the last stand in for one that is gone: its thread has ended, or the number of listeners was lowered
     // since `vip` was read.
     let chosen = [flow.worker(vip.workers), 0, vip.workers.wrapping_sub(1)];
-    let try_one =
-        |worker: u32| KVLB_LISTEN.redirect_sk_lookup(ctx, vip.listener.wrapping_add(worker), NO_REUSEPORT).is_ok();
+    let try_one = |worker: u32| {
+        KVLB_LISTEN.redirect_sk_lookup(ctx, vip.listener.wrapping_add(worker), NO_REUSEPORT | REPLACE).is_ok()
+    };
     let taken = vip.workers > 0 && (try_one(chosen[0]) || try_one(chosen[1]) || try_one(chosen[2]));
     if taken {
         stats.steered += 1;

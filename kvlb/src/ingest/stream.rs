@@ -106,6 +106,17 @@ enum Phase {
     Identifying { until: Instant },
 }
 
+/// What became of replays so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct Replays {
+    /// Whether they are wanted, and there is a socket to ask.
+    there: bool,
+    /// Whether one was asked for where the socket is now.
+    asked: bool,
+    /// Whether one was ever had to its end.
+    had: bool,
+}
+
 /// What is known of the present connection.
 #[derive(Clone, Copy, Debug, Default)]
 struct Connection {
@@ -150,8 +161,7 @@ enum SecondLook {
 /// The state of one endpoint's event stream.
 #[derive(Debug)]
 pub(crate) struct Stream {
-    /// Whether replays are wanted at all.
-    replays: bool,
+    replays: Replays,
     /// Whether the engine can be asked when its process started.
     identities: bool,
     cursor: Cursor,
@@ -162,9 +172,6 @@ pub(crate) struct Stream {
     connection: Connection,
     allowance: Allowance,
     unavailable_until: Option<Instant>,
-    /// Whether a replay was asked for where the replay socket is now, and whether one was ever had to its end.
-    asked: bool,
-    replayed: bool,
     /// How far it had come before the story that is being told again: what tells this life from the next until then.
     retelling: Option<Position>,
     /// The retelling broke off, and is wanted once the engine is known to be the same.
@@ -176,7 +183,7 @@ impl Stream {
     /// A stream that asks for replays, or never does, of an engine that can be asked when it started, or cannot.
     pub(crate) fn new(replays: bool, identities: bool, now: Instant) -> Self {
         Self {
-            replays,
+            replays: Replays { there: replays, ..Replays::default() },
             identities,
             cursor: Cursor::default(),
             last_time: 0,
@@ -186,8 +193,6 @@ impl Stream {
             connection: Connection::default(),
             allowance: Allowance { left: REPLAYS_AT_ONCE, since: now },
             unavailable_until: None,
-            asked: false,
-            replayed: false,
             retelling: None,
             retell: false,
             tally: Tally::default(),
@@ -211,7 +216,7 @@ impl Stream {
 
     /// Whether a replay was asked for where the replay socket is now.
     pub(crate) const fn has_asked(&self) -> bool {
-        self.asked
+        self.replays.asked
     }
 
     /// When [`Stream::tick`] is to be called.
@@ -273,8 +278,7 @@ impl Stream {
     /// The replay socket was found elsewhere, or there is none. What was heard stays; where no replay was had so far, the
     /// whole story is asked for.
     pub(crate) fn replay_moved(&mut self, there_is_one: bool, now: Instant, out: &mut Vec<Action>) {
-        self.replays = there_is_one;
-        self.asked = false;
+        (self.replays.there, self.replays.asked) = (there_is_one, false);
         (self.unavailable_until, self.connection.broken_until) = (None, None);
         match self.phase {
             Phase::Queued { .. } | Phase::Replaying { .. } if !there_is_one => {
@@ -283,7 +287,7 @@ impl Stream {
             }
             Phase::Replaying { .. } => self.ask(out),
             Phase::Identifying { .. } if there_is_one => self.queue(now, out),
-            Phase::Live if there_is_one && !self.replayed => self.relearn(now, out),
+            Phase::Live if there_is_one && !self.replays.had => self.relearn(now, out),
             Phase::Live | Phase::Queued { .. } | Phase::Identifying { .. } => {}
         }
     }
@@ -341,7 +345,7 @@ impl Stream {
         let Phase::Replaying { verified } = self.phase else { return };
         self.unavailable_until = None;
         self.connection.broken_until = None;
-        self.replayed = true;
+        self.replays.had = true;
         if let Some(before) = self.retelling.take()
             && self.cursor.last().is_none_or(|last| last < before.seq)
         {
@@ -413,7 +417,7 @@ impl Stream {
 
     fn can_replay(&self, now: Instant) -> bool {
         let over = |until: Option<Instant>| until.is_none_or(|until| until <= now);
-        self.replays && over(self.unavailable_until) && over(self.connection.broken_until)
+        self.replays.there && over(self.unavailable_until) && over(self.connection.broken_until)
     }
 
     /// Asks for a replay from the last batch applied, inclusive, as soon as one is allowed.
@@ -427,7 +431,7 @@ impl Stream {
 
     fn ask(&mut self, out: &mut Vec<Action>) {
         self.tally.replays += 1;
-        self.asked = true;
+        self.replays.asked = true;
         self.phase = Phase::Replaying { verified: false };
         out.push(Action::Replay(self.cursor.last().unwrap_or_default()));
     }

@@ -165,9 +165,8 @@ impl Kernel {
     }
 
     /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
-    /// which they were attached; the first that chooses a listener decides, since ours do not replace a choice
-    /// (`Documentation/bpf/prog_sk_lookup.rst`). Both choose among the same sockets, so that there is no moment in which
-    /// nobody steers. In those milliseconds the later one counts what the earlier one chose as `no_listener`.
+    /// which they were attached, and ours replace an earlier one's choice (`Documentation/bpf/prog_sk_lookup.rst`). Both choose
+    /// among the same sockets, so that there is no moment in which nobody steers.
     ///
     /// # Errors
     /// As [`Kernel::load`].

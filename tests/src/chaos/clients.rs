@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::BLOCK;
 use super::judge::Judge;
+use crate::engine::Digest;
 use crate::harness::dice::Dice;
 use crate::harness::http::{self, Answer, End};
 
@@ -82,7 +83,7 @@ pub(super) struct Said {
 /// The tokens that engines answer a prompt with.
 pub(super) fn answer_to(prompt: &[u32]) -> Vec<u32> {
     let mix = prompt.iter().fold(17_u32, |mix, token| mix.wrapping_mul(31).wrapping_add(*token));
-    (0..1 + mix % TOKENS_MAX).map(|at| 100 + mix.wrapping_add(at * 7) % 1000).collect()
+    (0..=mix % TOKENS_MAX).map(|at| 100 + mix.wrapping_add(at * 7) % 1000).collect()
 }
 
 /// One client, with the connection that it keeps.
@@ -143,7 +144,7 @@ impl Client {
         let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": expected.len(), "stream": streamed,
             "return_token_ids": true})
         .to_string();
-        let body_sha256 = Sha256::digest(body.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
+        let body_sha256 = format!("{:?}", Digest::from_slice(&Sha256::digest(body.as_bytes())));
         Ask { id: format!("{when}-{}-{}", self.name, self.asked), expected, streamed, body_sha256, manner, body }
     }
 

@@ -31,7 +31,7 @@ pub use judge::Verdicts;
 /// Tokens in a block.
 const BLOCK: usize = 16;
 /// How long everything may take to be quiet after the last trouble.
-const QUIET: Duration = Duration::from_secs(60);
+const QUIET: Duration = Duration::from_mins(1);
 /// Longer than kvlb keeps an idle connection to an engine.
 const IDLE: Duration = Duration::from_secs(6);
 /// Requests after the storm, each of which must be answered.

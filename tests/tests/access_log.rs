@@ -28,7 +28,7 @@ async fn logging(engines: &[&str], args: &[&str]) -> Fleet {
     // A flag lives as long as the test's process.
     let args = args.iter().map(|arg| &*String::leak((*arg).to_owned())).collect();
     let rule = json!({"kvLoadFloor": 100_000, "cb_enable": false});
-    Fleet::start(Setup { engines, args, rule, ..Setup::default() }).await.unwrap()
+    Fleet::start(Setup { engines, rule, args, ..Setup::default() }).await.unwrap()
 }
 
 /// The lines of a file; none where it is not there.
@@ -332,7 +332,6 @@ async fn the_documented_example_has_the_fields_of_a_real_line() {
     let parent = format!("00-{TRACE}-{SPAN}-01");
     fleet.ask_with(&[("X-Request-Id", "example"), ("traceparent", &parent)], &body).await.unwrap();
     let line = line_of(&path, "example").await;
-    println!("{line}");
     let page = include_str!("../../docs/access-log.md");
     let example = page.lines().find_map(|line| line.strip_prefix("    {")).unwrap();
     let example: Value = serde_json::from_str(&format!("{{{example}")).unwrap();

@@ -391,7 +391,7 @@ async fn connections_are_used_when_engines_close_them(io: &'static str) {
     let client = |client: u32| (client, (Talker::new(fleet.vip), Dice::new(u64::from(client))));
     let mut clients: Vec<_> = (0..CLIENTS).map(client).collect();
     let reuses = async || fleet.sum("kvlb_endpoint_reuses_total").await.unwrap();
-    let (mut pause, mut reused) = (KEEP_ALIVE / 2, [0, 0]);
+    let (mut pause, mut rounds) = (KEEP_ALIVE / 2, [0, 0]);
     for number in 0..48 {
         let before = reuses().await;
         // All at once, so that each takes a connection of its own.
@@ -407,7 +407,7 @@ async fn connections_are_used_when_engines_close_them(io: &'static str) {
         }
         clients.extend(asking.join_all().await);
         let in_time = reuses().await > before;
-        reused[usize::from(in_time)] += 1;
+        rounds[usize::from(in_time)] += 1;
         // Where the very moment is depends on the machine: longer while connections are still open, shorter when they are not.
         let step = Duration::from_millis(if number < 16 { 8 } else { 1 });
         pause = if in_time { pause + step } else { pause.saturating_sub(step) };
@@ -415,7 +415,7 @@ async fn connections_are_used_when_engines_close_them(io: &'static str) {
     }
     assert!(journal(&fleet).values().all(|seen| seen.iter().filter(|(_, seen)| seen.finished).count() == 1));
     let stale = fleet.count("kvlb_retries_total{reason=\"stale_connection\"}").await.unwrap();
-    assert!(reused.iter().all(|&rounds| rounds > 0), "rounds too late, in time: {reused:?} ({stale} stale)");
+    assert!(rounds.iter().all(|&count| count > 0), "rounds too late, in time: {rounds:?} ({stale} stale)");
     assert_eq!(fleet.sum("kvlb_errors_total").await.unwrap(), 0);
 }
 

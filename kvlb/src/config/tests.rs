@@ -59,9 +59,9 @@ fn a_core_is_left_to_the_rest_from_four_up() {
     assert_eq!([0, 1, 2, 3, 4, 16].map(threads), [1, 1, 2, 3, 3, 15].map(Ok));
 }
 
-#[test]
-fn every_flag_has_a_twin_and_wins_over_it() {
-    let env = Env::of([
+/// Every variable.
+fn every_twin() -> Env {
+    Env::of([
         ("KVLB_API", "[::1]:1"),
         ("KVLB_API_TOKEN_FILE", "/k/t"),
         ("KVLB_API_READ_TOKEN_FILE", "/k/r"),
@@ -91,7 +91,12 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         ("KVLB_ENGINE_KEY", "k"),
         ("KVLB_LISTEN", "10.0.0.1:80"),
         ("KVLB_ENDPOINT", "http://a:8000, b:8000,,a:8000"),
-    ]);
+    ])
+}
+
+#[test]
+fn every_flag_has_a_twin_and_wins_over_it() {
+    let env = every_twin();
     let by_env = Config::new(&UpFlags::default(), &env, 2).unwrap();
     assert_eq!((by_env.api.to_string().as_str(), by_env.threads), ("[::1]:1", 7));
     assert_eq!((&by_env.tokenizer_dir, &by_env.pin_dir), (&PathBuf::from("/t"), &PathBuf::from("/p")));

@@ -29,19 +29,19 @@ struct Log {
     dir: tempfile::TempDir,
     metrics: Metrics,
     writer: Option<Writer>,
-    log: AccessLog,
+    handle: AccessLog,
 }
 
 impl Log {
     fn open(sampling: Sampling) -> Self {
         let (dir, metrics) = (tempfile::tempdir().unwrap(), Metrics::new().unwrap());
         let destination = Destination::File(dir.path().join("log"));
-        let (log, writer) = AccessLog::open(sampling, &destination, &metrics).unwrap().unwrap();
-        Self { dir, metrics, writer: Some(writer), log }
+        let (handle, writer) = AccessLog::open(sampling, &destination, &metrics).unwrap().unwrap();
+        Self { dir, metrics, writer: Some(writer), handle }
     }
 
     fn rig(&self, io: Io, endpoints: &[std::net::SocketAddr]) -> Rig {
-        Rig::with(io, endpoints, |config| config.access_log = Some(self.log.clone()))
+        Rig::with(io, endpoints, |config| config.access_log = Some(self.handle.clone()))
     }
 
     /// Every line, once the proxy is gone.

@@ -46,7 +46,7 @@ fn parent(head: &str) -> (String, String, String) {
     let hex = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
     assert!(parts.len() == 4 && parts[0] == "00" && parts.iter().all(|part| hex(part)), "{head}");
     assert_eq!((parts[1].len(), parts[2].len(), parts[3].len()), (32, 16, 2), "{head}");
-    assert!(parts[1].trim_matches('0') != "" && parts[2].trim_matches('0') != "", "{head}");
+    assert!(parts[1..3].iter().all(|id| !id.trim_matches('0').is_empty()), "{head}");
     (parts[1].to_owned(), parts[2].to_owned(), parts[3].to_owned())
 }
 

@@ -29,7 +29,7 @@ const READ: &str = "read-0123456789abcdef0";
 const WRONG: &str = "wrong-0123456789abcdef";
 const LB: &str = "/netlox/v1/config/loadbalancer";
 /// Far more than anything here takes.
-const SOON: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_mins(1);
 
 /// Files for one test: tokens, an authority, and what it signed.
 struct Desk {
@@ -67,7 +67,7 @@ impl Desk {
         self.path(name)
     }
 
-    /// `NAME.cert` and `NAME.key`, signed by the authority, for 127.0.0.1 and ::1.
+    /// `NAME.cert` and `NAME.key`, signed by the authority, for 127.0.0.1 and `::1`.
     fn sign(&self, name: &str, change: impl FnOnce(&mut CertificateParams)) {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(["127.0.0.1".to_owned(), "::1".to_owned()]).unwrap();

@@ -28,7 +28,7 @@ fn nothing_set_is_the_documented_default() {
         drain_timeout: Duration::from_secs(30),
         takeover: Takeover::No,
         takeover_socket: Some("/var/lib/kvlb/takeover.sock".into()),
-        takeover_wait: Duration::from_secs(30),
+        takeover_wait: Duration::from_mins(1),
         log_format: LogFormat::Text,
         log_level: "info".to_owned(),
         access_log: AccessLog { sampling: Sampling::Off, destination: Destination::Stdout },

@@ -166,11 +166,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Try::Stale(back, target) => {
                     self.client.retried(Retry::StaleConnection);
                     parcel = back;
-                    reached = match self.again(target).await {
-                        Err(End::Reply(reply)) => return fall_back(busy, reply),
-                        reached => reached?,
-                    };
-                    continue;
+                    (target, false)
                 }
                 Try::Busy(mut held, back) => {
                     tried.push(held.target.position);
@@ -188,21 +184,6 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Err(End::Reply(reply)) => return fall_back(busy, reply),
                 reached => reached?,
             };
-        }
-    }
-
-    /// A fresh connection to an endpoint whose reused one died. Where there is none the endpoint itself has died, perhaps
-    /// with this request begun, and so nobody else is asked.
-    async fn again(&mut self, target: TargetOf<P>) -> Result<Reached<B, P>, End> {
-        self.client.phase.set(Phase::Connect);
-        self.arm(None, Limit::Total);
-        match self.connect(&target).await? {
-            Ok(leg) => Ok((leg, target)),
-            Err(ConnectFailure::Ours) => {
-                self.pass_over(Event::Unasked { position: target.position });
-                Err(nobody(0, true).into())
-            }
-            Err(_) => Err(self.died(target.position, None).into()),
         }
     }
 

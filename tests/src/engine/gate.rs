@@ -7,7 +7,6 @@ use std::time::Duration;
 use socket2::{SockFilter, SockRef};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until};
 
 /// How long to wait before trying again to take a port back, or to accept after an error.
 const RETRY: Duration = Duration::from_millis(10);
@@ -15,8 +14,9 @@ const RETRY: Duration = Duration::from_millis(10);
 /// Connections that the kernel may hold for us; more than any test opens at once.
 const BACKLOG: u32 = 4096;
 
-/// How long a handshake over loopback may take to complete when the port is about to go.
-const COMPLETION: Duration = Duration::from_millis(2);
+/// How long the rest of a handshake over loopback may take when the port is about to go. Whoever begins one meanwhile gets no answer,
+/// and tries again a second later.
+const COMPLETION: Duration = Duration::from_micros(50);
 
 /// A port that listens while `open` holds.
 #[derive(Debug)]
@@ -24,8 +24,6 @@ pub(super) struct Gate {
     address: SocketAddr,
     open: watch::Receiver<bool>,
     listener: Option<TcpListener>,
-    /// A listener that lets nobody begin any more, until when it stays.
-    closing: Option<(TcpListener, Instant)>,
     /// Accepted while shutting; they were promised a listener.
     leftover: Vec<TcpStream>,
 }
@@ -38,7 +36,7 @@ impl Gate {
     pub(super) fn bind(address: SocketAddr, open: watch::Receiver<bool>) -> io::Result<Self> {
         let listener = listen(address)?;
         let address = listener.local_addr()?;
-        Ok(Self { address, open, listener: Some(listener), closing: None, leftover: Vec::new() })
+        Ok(Self { address, open, listener: Some(listener), leftover: Vec::new() })
     }
 
     /// The bound address.
@@ -52,45 +50,35 @@ impl Gate {
             if let Some(stream) = self.leftover.pop() {
                 return stream;
             }
-            if let Some((listener, until)) = &self.closing {
-                tokio::select! {
-                    accepted = listener.accept() => match accepted {
-                        Ok((stream, _)) => return stream,
-                        Err(_) => sleep(RETRY).await,
-                    },
-                    () = sleep_until(*until) => self.close(),
+            let open = *self.open.borrow_and_update();
+            if !open {
+                self.shut();
+                if self.leftover.is_empty() && self.open.changed().await.is_err() {
+                    std::future::pending::<()>().await;
                 }
                 continue;
             }
-            let open = *self.open.borrow_and_update();
-            match &self.listener {
-                Some(_) if !open => self.shut(),
-                None if !open => {
-                    if self.open.changed().await.is_err() {
-                        std::future::pending::<()>().await;
-                    }
+            let Some(listener) = &self.listener else {
+                self.listener = listen(self.address).ok();
+                if self.listener.is_none() {
+                    tokio::time::sleep(RETRY).await;
                 }
-                None => {
-                    self.listener = listen(self.address).ok();
-                    if self.listener.is_none() {
-                        sleep(RETRY).await;
-                    }
-                }
-                Some(listener) => tokio::select! {
-                    accepted = listener.accept() => match accepted {
-                        Ok((stream, _)) => return stream,
-                        Err(_) => sleep(RETRY).await,
-                    },
-                    // Without its controller the gate stays as it is.
-                    Ok(()) = self.open.changed() => {}
+                continue;
+            };
+            tokio::select! {
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => return stream,
+                    Err(_) => tokio::time::sleep(RETRY).await,
                 },
+                // Without its controller the gate stays as it is.
+                Ok(()) = self.open.changed() => {}
             }
         }
     }
 
-    /// Begins to stop listening so that no connection is lost: from now on no new one is begun. Those begun are completed
-    /// and accepted before the port goes: else one made between the last accept and the close would be reset, and so would
-    /// one whose maker has its answer and whose own last packet is still on its way: to its maker it is made.
+    /// Stops listening so that no connection is lost: from the filter on no new one is begun, those begun are completed and accepted, then
+    /// the port goes. Without this, one made between the last accept and the close would be reset, and so would one whose maker has its
+    /// answer and whose own last packet is still on its way: to its maker it is made.
     fn shut(&mut self) {
         let Some(listener) = self.listener.take() else { return };
         // Classic BPF over the TCP header: drop what has SYN among its flags, keep the rest.
@@ -102,12 +90,8 @@ impl Gate {
         ];
         let filtered = SockRef::from(&listener).attach_filter(&filter);
         debug_assert!(filtered.is_ok(), "a filter on a listener: {filtered:?}");
-        self.closing = Some((listener, Instant::now() + COMPLETION));
-    }
-
-    fn close(&mut self) {
-        let Some((listener, _)) = self.closing.take() else { return };
         let Ok(listener) = listener.into_std() else { return };
+        std::thread::sleep(COMPLETION);
         while let Ok((stream, _)) = listener.accept() {
             if stream.set_nonblocking(true).is_ok() {
                 self.leftover.extend(TcpStream::from_std(stream));

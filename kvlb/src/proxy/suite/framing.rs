@@ -1,5 +1,7 @@
 //! Messages whose ends could be mistaken.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::on_both_back_ends;
@@ -330,17 +332,23 @@ fn bytes_behind_an_answer_are_not_taken_for_the_next(io: Io) {
         assert_eq!(client.ask(&get("/")).body, number.to_string().as_bytes());
     }
     // The same, with the excess coming while the connection waits for another request.
-    let endpoint = Endpoint::start(|wire, number| {
+    let sent = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&sent);
+    let endpoint = Endpoint::start(move |wire, number| {
         while let Some(_request) = wire.request() {
             wire.send(&ok(number.to_string().as_bytes()));
             std::thread::sleep(Duration::from_millis(5));
             wire.send(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 4\r\n\r\nevil");
+            count.fetch_add(1, Ordering::SeqCst);
         }
     });
     let rig = Rig::start(io, &[endpoint.address]);
     let mut client = rig.client();
     for number in 0..5 {
         assert_eq!(client.ask(&get("/")).body, number.to_string().as_bytes());
-        std::thread::sleep(Duration::from_millis(20));
+        // Over loopback what was sent has come.
+        while sent.load(Ordering::SeqCst) <= number {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }

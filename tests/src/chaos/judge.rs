@@ -147,7 +147,8 @@ fn answered(ask: &Ask, said: &Said, ran: &[&(usize, Fate)], fates: &[(usize, Fat
         (200, None) if !ask.expected.starts_with(&said.tokens) => Err("wrong tokens before the break"),
         (200, None) => Ok("200, broken off as the engine did".to_owned()),
         (status, None) => {
-            let said_so = fates.last().is_some_and(|(_, fate)| fate.status == Some(status));
+            // A busy engine's own word is the answer also where the one that was asked after it died.
+            let said_so = fates.iter().any(|(_, fate)| fate.status == Some(status) && fate.finished);
             if said_so { Ok(format!("{status}, as the engine said")) } else { Err("a status that no engine said") }
         }
         (502, Some("backend_unreachable")) | (503, Some("no_healthy_backend")) => {
@@ -223,6 +224,7 @@ mod tests {
         }
         judged(&said(200, None, &[1]), &[(0, fate(Some(200), false))]).unwrap();
         judged(&said(503, None, &[]), &[(0, fate(Some(503), true))]).unwrap();
+        judged(&said(503, None, &[]), &[(0, fate(Some(503), true)), (1, fate(None, false))]).unwrap();
         judged(&said(502, Some("backend_died"), &[]), &[(0, fate(None, false))]).unwrap();
         judged(&said(502, Some("backend_died"), &[]), &[]).unwrap();
         judged(&Told::Left, &[(0, fate(Some(200), false))]).unwrap();

@@ -51,6 +51,8 @@ pub mod control;
 pub mod courtesy;
 pub mod discover;
 pub mod fleet;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod handover;
 pub mod ingest;
 pub mod inventory;

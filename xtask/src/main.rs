@@ -5,6 +5,7 @@
 mod chaos;
 mod demo;
 mod ebpf;
+mod fuzz;
 mod run;
 mod setup;
 mod test;
@@ -29,6 +30,8 @@ enum Chore {
     Chaos(chaos::Args),
     /// Show the main job: kvlb in a network namespace of its own with three simulated engines
     Demo(demo::Args),
+    /// Look for bytes that kvlb's parsers cannot stand
+    Fuzz(fuzz::Args),
     /// Install what building the kernel programs or running the network tests needs and this machine lacks
     Setup(setup::Args),
     /// Set up and run every check and test
@@ -40,6 +43,7 @@ fn main() -> ExitCode {
         Chore::BuildEbpf(args) => ebpf::run(&args),
         Chore::Chaos(args) => chaos::run(&args),
         Chore::Demo(args) => demo::run(&args),
+        Chore::Fuzz(args) => fuzz::run(&args),
         Chore::Setup(args) => setup::run(&args),
         Chore::Test(args) => test::run(&args),
     };

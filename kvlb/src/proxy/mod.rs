@@ -18,6 +18,8 @@ mod connect;
 mod entry;
 mod epoll;
 mod exchange;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod hold;
 mod http;
 mod idle;

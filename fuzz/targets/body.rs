@@ -1,0 +1,4 @@
+//! Bodies of OpenAI requests.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvlb::fuzzing::body(bytes));

@@ -1,0 +1,4 @@
+//! Chunked bodies.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvlb::fuzzing::chunked(bytes));

@@ -1,0 +1,81 @@
+//! What must hold of parsers whatever bytes they get. `cargo xtask fuzz` looks for bytes for which it does not; the unit test
+//! runs those that were found, and the rest of the corpus.
+//!
+//! Each function panics where what must hold does not.
+
+use serde::de::IgnoredAny;
+
+use crate::contract::events::{Event, decode, time};
+use crate::openai::{Request, model, parse};
+use crate::proxy;
+
+const PATHS: [&str; 6] = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/inference/v1/generate",
+    "/v1/responses",
+    "/v1/messages",
+];
+
+/// The head of a request, after a byte that says how its pieces are cut: the same in pieces as at once, and one head when
+/// it is passed on.
+pub fn head(bytes: &[u8]) {
+    proxy::fuzzing::head(bytes);
+}
+
+/// A chunked body, after a byte that says how its pieces are cut: the same in pieces as at once, scanned as decoded.
+pub fn chunked(bytes: &[u8]) {
+    proxy::fuzzing::chunked(bytes);
+}
+
+/// The body of an OpenAI request, after a byte that says to which path: a prompt comes of a JSON object only, and two ways
+/// of reading its model agree.
+///
+/// # Panics
+/// Where what must hold does not.
+pub fn body(bytes: &[u8]) {
+    let Some((path, body)) = bytes.split_first() else { return };
+    let path = PATHS[usize::from(*path) % PATHS.len()];
+    let request = Request { method: "POST", path, model_header: None, body };
+    let named = model(&request);
+    let Ok(prompt) = parse(&request) else { return };
+    let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
+    let is_json = serde_json::from_slice::<IgnoredAny>(body).is_ok();
+    assert!(is_json && body.trim_ascii_start().starts_with(b"{"), "a prompt of what is no object");
+    assert_eq!(prompt.model, named, "two readers, two models");
+}
+
+/// A message of vLLM's event stream: decoded or refused, in proportion to its length.
+///
+/// # Panics
+/// Where what must hold does not.
+pub fn events(bytes: &[u8]) {
+    let Ok(batch) = decode(bytes) else { return };
+    assert_eq!(time(bytes).to_bits(), batch.ts.to_bits(), "two readers, two times");
+    let said = |event: &Event| match event {
+        Event::Stored(stored) => stored.hashes.len() + stored.tokens.len(),
+        Event::Removed(removed) => removed.hashes.len(),
+        Event::Cleared => 0,
+    };
+    assert!(batch.events.iter().map(said).sum::<usize>() <= bytes.len(), "more names and tokens than bytes");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    #[test]
+    fn what_was_found_holds() {
+        type Target = fn(&[u8]);
+        let targets = [super::head as Target, super::chunked, super::body, super::events];
+        for (name, target) in ["head", "chunked", "body", "events"].into_iter().zip(targets) {
+            let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(name);
+            let files: Vec<_> = std::fs::read_dir(&corpus).unwrap().map(|entry| entry.unwrap().path()).collect();
+            assert!(files.len() > 10, "no corpus in {}", corpus.display());
+            for file in files {
+                target(&std::fs::read(file).unwrap());
+            }
+        }
+    }
+}

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::endings::{Chance, ask, endpoint};
+use super::endings::{Chance, addresses, ask_in_every_way, three};
 use super::on_both_back_ends;
 use super::rig::{Endpoint, Rig, eventually, get, ok, post};
 use crate::proxy::Io;
@@ -61,42 +61,19 @@ fn words<'a>(lines: &'a [Value], field: &str) -> BTreeSet<&'a str> {
 
 fn however_a_request_ends_it_has_one_line(io: Io) {
     let chance = Arc::new(Chance::new(11));
-    let endpoints = [endpoint(&chance), endpoint(&chance), endpoint(&chance)];
+    let endpoints = three(&chance);
     let log = Log::open(Sampling::Full);
-    let rig = log.rig(io, &[endpoints[0].address, endpoints[1].address, endpoints[2].address]);
-    {
-        let mut limits = rig.fake.limits.lock();
-        limits.first_byte = Some(Duration::from_millis(60));
-        limits.idle = Some(Duration::from_millis(50));
-        limits.request_body = Duration::from_millis(40);
-        limits.total = Some(Duration::from_millis(90));
-    }
-    for round in 0..4_i64 {
-        let first = if round % 3 == 1 { Endpoint::refusing() } else { endpoints[0].address };
-        *rig.fake.endpoints.lock() = vec![first, endpoints[1].address, endpoints[2].address];
-        *rig.fake.inspect.lock() = (round % 2 == 0).then_some(1 << 20);
-        rig.fake.retries_left.store(if round % 3 == 2 { 3 } else { i64::MAX }, Ordering::SeqCst);
-        std::thread::scope(|scope| {
-            for number in 0..8 {
-                let (rig, chance) = (&rig, &chance);
-                scope.spawn(move || {
-                    for _ in 0..25 {
-                        ask(rig.address, chance);
-                    }
-                    // Refused before and behind their heads.
-                    let mut client = rig.client();
-                    let refused: [&[u8]; 4] = [
-                        b"nonsense\r\n\r\n",
-                        b"GET / HTTP/3.0\r\n\r\n",
-                        b"GET / HTTP/1.1\r\n\r\n",
-                        b"GET /nobody HTTP/1.1\r\nHost: a\r\n\r\n",
-                    ];
-                    client.ask(refused[number % 4]);
-                });
-            }
-        });
-    }
-    rig.settled();
+    let rig = log.rig(io, &addresses(&endpoints));
+    // Refused before and behind their heads.
+    let refused: [&[u8]; 4] = [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/3.0\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /nobody HTTP/1.1\r\nHost: a\r\n\r\n",
+    ];
+    ask_in_every_way(&rig, &endpoints, &chance, |number| {
+        rig.client().ask(refused[number % 4]);
+    });
     let answers = rig.counts.sum(|what| what.starts_with(|first: char| first.is_ascii_digit()));
     // Those that left in the middle of an answer are among the answered.
     let left = rig.counts.sum(|what| what.starts_with("left ") && what != "left stream");

@@ -69,7 +69,7 @@ fn serve(wire: &mut Wire, chance: &Chance) -> bool {
     false
 }
 
-pub(super) fn endpoint(chance: &Arc<Chance>) -> Endpoint {
+fn endpoint(chance: &Arc<Chance>) -> Endpoint {
     let chance = Arc::clone(chance);
     Endpoint::start(move |wire, _| {
         while let Some(head) = wire.head() {
@@ -89,7 +89,7 @@ pub(super) fn endpoint(chance: &Arc<Chance>) -> Endpoint {
 }
 
 /// One request in one of many ways.
-pub(super) fn ask(address: SocketAddr, chance: &Chance) {
+fn ask(address: SocketAddr, chance: &Chance) {
     let mut wire = Wire::connect(address);
     wire.stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
     let length = [0, 10, 5000, 40_000][chance.below(4)];
@@ -118,10 +118,17 @@ fn kind(event: &Event) -> String {
     format!("{event:?}").split(' ').next().unwrap_or_default().to_owned()
 }
 
-fn however_a_request_ends_its_rule_is_told_once(io: Io) {
-    let chance = Arc::new(Chance::new(5));
-    let endpoints = [endpoint(&chance), endpoint(&chance), endpoint(&chance)];
-    let rig = Rig::start(io, &[endpoints[0].address, endpoints[1].address, endpoints[2].address]);
+/// Three endpoints that end their answers in many ways, by the same chance as the requests that [`ask_in_every_way`] sends.
+pub(super) fn three(chance: &Arc<Chance>) -> [Endpoint; 3] {
+    [endpoint(chance), endpoint(chance), endpoint(chance)]
+}
+
+pub(super) fn addresses(endpoints: &[Endpoint; 3]) -> [SocketAddr; 3] {
+    endpoints.each_ref().map(|endpoint| endpoint.address)
+}
+
+/// Hundreds of requests that end in every way; `last` is done at the end of each client, with the client's number.
+pub(super) fn ask_in_every_way(rig: &Rig, endpoints: &[Endpoint; 3], chance: &Chance, last: impl Fn(usize) + Sync) {
     {
         let mut limits = rig.fake.limits.lock();
         limits.first_byte = Some(Duration::from_millis(60));
@@ -129,19 +136,31 @@ fn however_a_request_ends_its_rule_is_told_once(io: Io) {
         limits.request_body = Duration::from_millis(40);
         limits.total = Some(Duration::from_millis(90));
     }
+    let [first, second, third] = addresses(endpoints);
     for round in 0..4_i64 {
         // Of what nobody listens to, of bodies that go through, of retries that the budget has no room for.
-        let first = if round % 3 == 1 { Endpoint::refusing() } else { endpoints[0].address };
-        *rig.fake.endpoints.lock() = vec![first, endpoints[1].address, endpoints[2].address];
+        let first = if round % 3 == 1 { Endpoint::refusing() } else { first };
+        *rig.fake.endpoints.lock() = vec![first, second, third];
         *rig.fake.inspect.lock() = (round % 2 == 0).then_some(1 << 20);
         rig.fake.retries_left.store(if round % 3 == 2 { 3 } else { i64::MAX }, Ordering::SeqCst);
         std::thread::scope(|scope| {
-            for _ in 0..8 {
-                scope.spawn(|| (0..25).for_each(|_| ask(rig.address, &chance)));
+            for number in 0..8 {
+                let last = &last;
+                scope.spawn(move || {
+                    (0..25).for_each(|_| ask(rig.address, chance));
+                    last(number);
+                });
             }
         });
     }
     rig.settled();
+}
+
+fn however_a_request_ends_its_rule_is_told_once(io: Io) {
+    let chance = Arc::new(Chance::new(5));
+    let endpoints = three(&chance);
+    let rig = Rig::start(io, &addresses(&endpoints));
+    ask_in_every_way(&rig, &endpoints, &chance, |_number| ());
     let told = rig.fake.told.lock().clone();
     assert!(told.len() > 400, "{} calls", told.len());
     let seen: BTreeSet<String> = told.iter().flat_map(|told| &told.events).map(kind).collect();

@@ -36,6 +36,29 @@ async fn bodies_of_some_size_go_out_on_connections_that_wait() {
 }
 
 #[tokio::test]
+async fn a_rule_takes_as_many_connections_as_it_says() {
+    let fleet = plain(1).await;
+    let limit = async |max: u32| fleet.put_rule(|rule| rule["serviceArguments"]["connectionsMax"] = json!(max)).await;
+    let refused = "kvlb_client_connections_refused_total{reason=\"rule_full\"}";
+    limit(2).await.unwrap();
+    let (mut first, mut second) = (Talker::new(fleet.vip), Talker::new(fleet.vip));
+    for client in [&mut first, &mut second] {
+        assert_eq!(client.ask(&[], &of_size(10)).await.unwrap().head.status, 200);
+    }
+    assert!(Talker::new(fleet.vip).ask(&[], &of_size(10)).await.is_err(), "the third is turned away");
+    assert_eq!(fleet.count(refused).await.unwrap(), 1);
+    // Those who are in stay in, also when there is less room than there are.
+    limit(1).await.unwrap();
+    assert_eq!(second.ask(&[], &of_size(10)).await.unwrap().head.status, 200);
+    drop(first);
+    assert!(Talker::new(fleet.vip).ask(&[], &of_size(10)).await.is_err());
+    limit(0).await.unwrap();
+    assert_eq!(Talker::new(fleet.vip).ask(&[], &of_size(10)).await.unwrap().head.status, 200);
+    drop(second);
+    all_quiet(&fleet).await;
+}
+
+#[tokio::test]
 async fn a_busy_engine_is_passed_over() {
     let fleet = plain(2).await;
     fleet.engines[0].faults().set(|plan| plan.status = Some(503));

@@ -6,20 +6,20 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use prometheus::Histogram;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::handles::Handles;
 use crate::clock;
 use crate::contract::{Extra, TokenId};
 use crate::fleet::{EndpointKey, ExactMode, Limits, Rule, Selector};
 use crate::openai::{self, Kind, Prompt};
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Reply, Request, Survey, Target, Terms,
-    Unseen, Usage,
+    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Survey, Target,
+    Terms, Unseen, Usage,
 };
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
-use crate::state::{Expectation, InFlight, Onlooker, Service, State, Table, Unserved, ledger};
+use crate::state::{Expectation, InFlight, Onlooker, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger};
 use crate::telemetry::access::{Facts, bounded};
 use crate::tokenize::{self, Tokenizer};
 
@@ -45,7 +45,7 @@ const MODELS_NAMED: usize = 20;
 #[derive(Debug)]
 pub(super) struct Desk {
     state: Arc<State>,
-    steps: [Histogram; Step::ALL.len()],
+    handles: Arc<Handles>,
     hash_debug: bool,
     /// There is an access log.
     logs: bool,
@@ -53,8 +53,8 @@ pub(super) struct Desk {
 
 impl Desk {
     pub(super) fn new(state: Arc<State>, hash_debug: bool, logs: bool) -> Self {
-        let steps = Step::ALL.map(|step| state.metrics.decision_seconds.with_label_values(&[step.label()]));
-        Self { state, steps, hash_debug, logs }
+        let handles = Arc::new(Handles::new(Arc::clone(&state.metrics)));
+        Self { state, handles, hash_debug, logs }
     }
 
     /// Whether any rule of a request's VIP looks into bodies: for blocks, for the model, or for how many prompts count as load.
@@ -122,7 +122,7 @@ impl Desk {
             ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
             began: clock::now(),
-            choose: self.steps[Step::Choose as usize].clone(),
+            handles: Arc::clone(&self.handles),
         }
     }
 }
@@ -220,10 +220,24 @@ fn show_hashes(state: &State, service: &Service, named: &Named, prompt: &Prompt)
 
 impl Backplane for Desk {
     type Call = Errand;
+    type Pass = Vec<Visit>;
 
-    fn admits(&self, arrival: &Arrival) -> bool {
+    /// A connection counts for every rule of its VIP, and is let in where one of them has room for it: which of them its
+    /// requests will be for is not known yet.
+    fn admit(&self, arrival: &Arrival) -> Result<Vec<Visit>, Refused> {
         let table = self.state.table();
-        table.at(arrival.vip).any(|service| allows(service.rule(), arrival.client))
+        let (mut allowed, mut room, mut visits) = (false, false, Vec::new());
+        for service in table.at(arrival.vip).filter(|service| allows(service.rule(), arrival.client)) {
+            allowed = true;
+            let (visit, open) = service.visit();
+            room |= service.rule().connections_max.is_none_or(|max| open <= max);
+            visits.push(visit);
+        }
+        match (allowed, room) {
+            (true, true) => Ok(visits),
+            (true, false) => Err(Refused::RuleFull),
+            (false, _) => Err(Refused::NotAdmitted),
+        }
     }
 
     fn survey(&self, head: &Head, arrival: &Arrival) -> Result<Survey, Reply> {
@@ -263,7 +277,7 @@ impl Backplane for Desk {
     }
 
     fn begin(&self, request: &Request) -> Result<Errand, Reply> {
-        let mut watch = StopWatch::start(&self.steps);
+        let mut watch = StopWatch::start(&self.handles);
         let asked = asked(request);
         let (prompt, model) = if self.reads(request) {
             let prompt = Self::prompt(&asked, request.body());
@@ -356,7 +370,7 @@ pub(super) struct Errand {
     /// Whether the request is one that the KV tier is for.
     counts: bool,
     began: Instant,
-    choose: Histogram,
+    handles: Arc<Handles>,
 }
 
 impl Call for Errand {
@@ -385,7 +399,7 @@ impl Call for Errand {
         let onlooker = Onlooker(&self.service);
         let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
         let decision = router::route(&self.service.ready, &self.named, view, Some(self.client), tried);
-        self.choose.observe(clock::now().saturating_duration_since(start).as_secs_f64());
+        self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
         // What the last try was to bring will not come.
         self.expectations.clear();
         let (decision, is_trial) = self.admitted(decision, tried);
@@ -416,7 +430,7 @@ impl Call for Errand {
                     self.decision = Some(self.earlier.swap_remove(of_endpoint));
                 }
                 let tier = self.decision.as_ref().map_or(Tier::Selector, |decision| decision.tier);
-                self.state.metrics.first_byte_seconds.with_label_values(&[tier.label()]).observe(waited.as_secs_f64());
+                self.handles.first_byte(tier).observe(waited.as_secs_f64());
                 self.count_class(status);
                 self.judge(position, status);
                 match status {
@@ -586,10 +600,16 @@ impl Errand {
     }
 
     fn count_class(&self, status: u16) {
-        let class =
-            ["1xx", "2xx", "3xx", "4xx", "5xx"].get(usize::from(status / 100).saturating_sub(1)).unwrap_or(&"other");
-        let service = self.service.rule().id.0.to_string();
-        self.state.metrics.requests.with_label_values(&[service.as_str(), class]).inc();
+        const CLASSES: [&str; STATUS_CLASSES] = ["1xx", "2xx", "3xx", "4xx", "5xx", "other"];
+        let class = match status / 100 {
+            class @ 1..=5 => usize::from(class) - 1,
+            _ => CLASSES.len() - 1,
+        };
+        let counter = self.service.classes[class].get_or_init(|| {
+            let service = self.service.rule().id.0.to_string();
+            self.state.metrics.requests.with_label_values(&[service.as_str(), CLASSES[class]])
+        });
+        counter.inc();
     }
 
     /// Holds what the engine found in its cache against what was predicted.
@@ -660,8 +680,7 @@ impl Errand {
             self.count_observed(decision);
         }
         if let Some(miss) = decision.miss {
-            metrics.miss_reasons.with_label_values(&[miss.reason.label()]).inc();
-            metrics.miss_details.with_label_values(&[miss.reason.label(), miss.detail]).inc();
+            self.handles.missed(miss);
             if decision.expected
                 && let Some(position) = decision.endpoint
             {
@@ -695,18 +714,18 @@ impl Drop for Errand {
 
 /// Measures the steps of one decision.
 struct StopWatch<'a> {
-    steps: &'a [Histogram; Step::ALL.len()],
+    handles: &'a Handles,
     last: Instant,
 }
 
 impl<'a> StopWatch<'a> {
-    fn start(steps: &'a [Histogram; Step::ALL.len()]) -> Self {
-        Self { steps, last: clock::now() }
+    fn start(handles: &'a Handles) -> Self {
+        Self { handles, last: clock::now() }
     }
 
     fn lap(&mut self, step: Step) {
         let now = clock::now();
-        self.steps[step as usize].observe(now.saturating_duration_since(self.last).as_secs_f64());
+        self.handles.step(step).observe(now.saturating_duration_since(self.last).as_secs_f64());
         self.last = now;
     }
 }

@@ -2,6 +2,7 @@
 
 mod crew;
 mod desk;
+mod handles;
 mod keys;
 mod learn;
 mod listen;
@@ -532,13 +533,16 @@ async fn reopen_on_hangup(log: AccessLog, mut hangup: tokio::signal::unix::Signa
 }
 
 fn start_proxy(config: &Config, state: &Arc<State>, log: Option<AccessLog>) -> Result<Proxy> {
+    let defaults = proxy::Config::default();
     let settings = proxy::Config {
         threads: config.threads,
         io: config.io,
+        connections_max: config.connections_max.unwrap_or(defaults.connections_max),
+        head_max: config.head_max,
         decision_budget: config.kv.decision_budget,
         trace_context: config.trace_context,
         access_log: log,
-        ..proxy::Config::default()
+        ..defaults
     };
     let logs = config.access_log.sampling != Sampling::Off;
     let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug, logs));

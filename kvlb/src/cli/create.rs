@@ -226,6 +226,9 @@ struct ProxyFlags {
     /// Add X-Forwarded-For and -Proto: on unless said
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     forwarded_headers: Option<bool>,
+    /// Client connections at a time; 0: no limit but kvlb's own
+    #[arg(long, value_name = "N")]
+    connections_max: Option<i64>,
     /// Bodies up to this size are read before choosing
     #[arg(long, value_name = "BYTES")]
     max_inspect_bytes: Option<i64>,
@@ -402,6 +405,7 @@ impl ProxyFlags {
     fn fill(&self, f: &mut Fields) {
         f.set("decisionHeaders", self.decision_headers);
         f.set("forwardedHeaders", self.forwarded_headers);
+        f.set("connectionsMax", self.connections_max);
         f.set("maxInspectBytes", self.max_inspect_bytes);
         f.set("clientHalfClose", self.client_half_close.as_ref());
         f.set("inactiveTimeOut", self.inatimeout);

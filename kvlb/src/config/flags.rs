@@ -85,6 +85,16 @@ pub struct UpFlags {
     #[arg(long, value_name = "N")]
     pub threads: Option<String>,
 
+    /// Client connections at a time; more are reset [env: KVLB_CONNECTIONS_MAX]
+    /// [default: as many as there are file descriptors for, two each]
+    #[arg(long, value_name = "N")]
+    pub connections_max: Option<String>,
+
+    /// Largest header section of a request, in KiB; a larger one is answered with 431 [env: KVLB_HEAD_MAX_KIB]
+    /// [default: 64]
+    #[arg(long, value_name = "KIB")]
+    pub head_max_kib: Option<String>,
+
     /// How long streams may go on after SIGTERM, in seconds, or as 500ms, 30s, 2m
     /// [env: KVLB_DRAIN_TIMEOUT] [default: 30s]
     #[arg(long, value_name = "TIME")]

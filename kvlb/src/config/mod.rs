@@ -67,6 +67,10 @@ pub struct Config {
     pub io: Io,
     /// Data threads, at least one.
     pub threads: usize,
+    /// Client connections at a time; `None`: as many as there are descriptors for.
+    pub connections_max: Option<usize>,
+    /// Bytes of a request's largest header section.
+    pub head_max: usize,
     /// How long streams may go on after SIGTERM.
     pub drain_timeout: Duration,
     /// Whether it takes over from a running one.
@@ -148,6 +152,14 @@ impl Config {
             pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", "/sys/fs/bpf/kvlb")?,
             io: both.word("--io", flags.io.as_ref(), "KVLB_IO", &IOS)?,
             threads: threads(both.text("--threads", flags.threads.as_ref(), "KVLB_THREADS")?, cores)?,
+            connections_max: both
+                .text("--connections-max", flags.connections_max.as_ref(), "KVLB_CONNECTIONS_MAX")?
+                .map(|setting| setting.number(1, u64::from(u32::MAX)).map(to_usize))
+                .transpose()?,
+            head_max: both
+                .text("--head-max-kib", flags.head_max_kib.as_ref(), "KVLB_HEAD_MAX_KIB")?
+                .map_or(Ok(HEAD_MAX_KIB), |setting| setting.number(4, 1024))
+                .map(|kib| to_usize(kib) << 10)?,
             drain_timeout: both
                 .text("--drain-timeout", flags.drain_timeout.as_ref(), "KVLB_DRAIN_TIMEOUT")?
                 .map_or(Ok(DRAIN_TIMEOUT), |setting| duration(&setting))?,
@@ -184,6 +196,7 @@ impl Config {
 
 /// Some 60,000 turns of 4 KB.
 const TEXT_CACHE_MIB: u64 = 256;
+const HEAD_MAX_KIB: u64 = 64;
 const DATAPATHS: [(&str, Datapath); 2] = [("auto", Datapath::Auto), ("none", Datapath::None)];
 const TAKEOVERS: [(&str, Takeover); 3] =
     [("no", Takeover::No), ("required", Takeover::Required), ("if-running", Takeover::IfRunning)];
@@ -191,7 +204,7 @@ const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll"
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 40] = [
+const TWINS: [&str; 42] = [
     "KVLB_API",
     "KVLB_API_TOKEN_FILE",
     "KVLB_API_READ_TOKEN_FILE",
@@ -207,6 +220,8 @@ const TWINS: [&str; 40] = [
     "KVLB_PIN_DIR",
     "KVLB_IO",
     "KVLB_THREADS",
+    "KVLB_CONNECTIONS_MAX",
+    "KVLB_HEAD_MAX_KIB",
     "KVLB_DRAIN_TIMEOUT",
     "KVLB_TAKEOVER",
     "KVLB_TAKEOVER_SOCKET",
@@ -309,6 +324,10 @@ fn threads(setting: Option<Setting<'_>>, cores: usize) -> Result<usize, ConfigEr
     let default = if cores >= 4 { cores - 1 } else { cores.max(1) };
     let Some(setting) = setting else { return Ok(default) };
     Ok(usize::try_from(setting.number(1, THREADS_MAX)?).unwrap_or(default))
+}
+
+fn to_usize(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
 }
 
 fn duration(setting: &Setting<'_>) -> Result<Duration, ConfigError> {

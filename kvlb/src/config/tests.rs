@@ -25,6 +25,8 @@ fn nothing_set_is_the_documented_default() {
         pin_dir: "/sys/fs/bpf/kvlb".into(),
         io: Io::Auto,
         threads: 2,
+        connections_max: None,
+        head_max: 64 << 10,
         drain_timeout: Duration::from_secs(30),
         takeover: Takeover::No,
         takeover_socket: Some("/var/lib/kvlb/takeover.sock".into()),
@@ -76,6 +78,8 @@ fn every_twin() -> Env {
         ("KVLB_PIN_DIR", "/p"),
         ("KVLB_IO", "uring"),
         ("KVLB_THREADS", "7"),
+        ("KVLB_CONNECTIONS_MAX", "9"),
+        ("KVLB_HEAD_MAX_KIB", "8"),
         ("KVLB_DRAIN_TIMEOUT", "2m"),
         ("KVLB_DECISION_BUDGET_MS", "5"),
         ("KVLB_TEXT_CACHE_MIB", "3"),
@@ -104,6 +108,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!((by_env.datapath, by_env.io, by_env.log_format), (Datapath::None, Io::Uring, LogFormat::Json));
     assert_eq!((by_env.drain_timeout, by_env.kv.decision_budget), (Duration::from_mins(2), Duration::from_millis(5)));
     assert_eq!(by_env.log_level, "warn,kvlb::ingest=debug");
+    assert_eq!((by_env.connections_max, by_env.head_max), (Some(9), 8 << 10));
     assert_eq!((by_env.engine_key.as_deref(), by_env.text_cache), (Some("k"), 3 << 20));
     assert_eq!(by_env.zero_touch, Some(pool("10.0.0.1:80", &["a:8000", "b:8000"])));
     let seventh = Sampling::OneIn(NonZeroU64::new(7).unwrap());
@@ -142,6 +147,8 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         pin_dir: Some("/q".into()),
         io: text("epoll"),
         threads: text("1"),
+        connections_max: text("10"),
+        head_max_kib: text("1024"),
         drain_timeout: text("500ms"),
         takeover: text("required"),
         takeover_socket: Some("/v".into()),
@@ -157,6 +164,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     };
     let by_flag = Config::new(&flags, &env, 2).unwrap();
     assert_eq!(of_takeover(&by_flag), (Takeover::Required, Some("/v".into()), Duration::from_millis(9)));
+    assert_eq!((by_flag.connections_max, by_flag.head_max), (Some(10), 1 << 20));
     assert_eq!((by_flag.text_cache, by_flag.access), (4 << 20, access("/l", true)));
     assert_eq!((by_flag.api.port(), by_flag.threads, by_flag.state_dir), (2, 1, None));
     assert_eq!((&by_flag.tokenizer_dir, &by_flag.pin_dir), (&PathBuf::from("/u"), &PathBuf::from("/q")));
@@ -362,6 +370,8 @@ fn a_bad_value_is_refused_by_name_with_what_is_allowed() {
         ("KVLB_THREADS", "0", "1 to 1024"),
         ("KVLB_THREADS", "two", "1 to 1024"),
         ("KVLB_THREADS", "-1", "1 to 1024"),
+        ("KVLB_CONNECTIONS_MAX", "0", "1 to 4294967295"),
+        ("KVLB_HEAD_MAX_KIB", "3", "4 to 1024"),
         ("KVLB_DRAIN_TIMEOUT", "30 seconds", "500ms"),
         ("KVLB_DRAIN_TIMEOUT", "25h", "0 to 24h"),
         ("KVLB_DRAIN_TIMEOUT", "99999999999999999999s", "0 to 24h"),

@@ -44,6 +44,7 @@ pub(crate) fn rule() -> Rule {
         allowed_sources: Vec::new(),
         decision_headers: false,
         max_inspect_bytes: 32 << 20,
+        connections_max: None,
         forwarded_headers: true,
         client_half_close: false,
         limits: Limits::default(),

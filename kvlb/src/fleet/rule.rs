@@ -86,6 +86,8 @@ pub struct Rule {
     pub decision_headers: bool,
     /// Bodies up to this many bytes are read before choosing (`maxInspectBytes`).
     pub max_inspect_bytes: usize,
+    /// Client connections at a time (`connectionsMax`); `None`: as many as kvlb takes in all.
+    pub connections_max: Option<u32>,
     /// Add `X-Forwarded-For` and `X-Forwarded-Proto` (`forwardedHeaders`).
     pub forwarded_headers: bool,
     /// A client's FIN after a complete request does not count as its leaving (`clientHalfClose: allow`).

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::buffer::{Chunk, Lease};
 use super::http::{Head, Reply};
+use super::meter::Refused;
 use super::usage::Usage;
 use crate::fleet::Limits;
 use crate::telemetry::access::Facts;
@@ -18,8 +19,14 @@ pub trait Backplane: Send + Sync + 'static {
     /// One request on its way.
     type Call: Call;
 
-    /// Whether this client may talk to this VIP at all.
-    fn admits(&self, arrival: &Arrival) -> bool;
+    /// What a client connection holds while it is open.
+    type Pass: 'static;
+
+    /// Lets a client talk to a VIP, or says why not.
+    ///
+    /// # Errors
+    /// Why it is turned away.
+    fn admit(&self, arrival: &Arrival) -> Result<Self::Pass, Refused>;
 
     /// What is wanted of a request's body, by its head alone.
     ///

@@ -15,7 +15,6 @@ use super::io::{Backend, Leaving, Stream};
 use super::lane::{Lane, Order, Seat};
 use super::meter::Retry;
 use super::upload::Upload;
-use crate::clock;
 use crate::telemetry::access::{End, Record};
 
 /// Room in front of a request, beyond its head's own length, for what its head grows by on the way.
@@ -100,9 +99,9 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
         entry: Cell::new(None),
     };
     while client.next_request().await {
-        // Boxed, so that a connection between two requests holds none of this.
+        // Boxed, so that a connection between two requests holds none of this, and one that streams only the second part.
         let after = match Box::pin(client.exchange()).await {
-            Exchanged::Answer(relay) => relay.run().await,
+            Exchanged::Answer(relay) => Box::pin(relay.run()).await,
             Exchanged::Done(after) => after,
         };
         client.close_entry();
@@ -149,7 +148,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
             self.carry.set(carry);
             return true;
         }
-        self.alarm.set(Some((clock::now() + self.lane().config.client_idle, Limit::Idle)));
+        self.alarm.set(Some((self.lane().now() + self.lane().config.client_idle, Limit::Idle)));
         poll_fn(|cx| {
             if self.stream.poll_readable(cx).is_ready() {
                 return Poll::Ready(true);
@@ -254,7 +253,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     pub(super) async fn reply(&self, reply: &Reply) -> After {
         let closing = self.closing();
         let chunk = Chunk::copy_of(0, &reply.write(self.to_head.get(), closing));
-        self.alarm.set(Some((clock::now() + REPLY_LIMIT, Limit::Reply)));
+        self.alarm.set(Some((self.lane().now() + REPLY_LIMIT, Limit::Reply)));
         let own_code = if reply.code().is_empty() { None } else { Some(reply.code()) };
         self.lane().meter.answered(reply.status(), own_code);
         let length = if self.to_head.get() { 0 } else { reply.body_len() };
@@ -272,7 +271,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     /// Ends our side, and reads for a while what the client still sends.
     async fn linger(&self) {
         self.stream.finish();
-        self.alarm.set(Some((clock::now() + LINGER, Limit::Reply)));
+        self.alarm.set(Some((self.lane().now() + LINGER, Limit::Reply)));
         let mut chunk = Chunk::with_room(0, MEDIUM);
         let mut read = 0;
         while read < LINGER_BYTES {

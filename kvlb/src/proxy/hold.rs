@@ -8,9 +8,12 @@
 //! It is the time that passed, so a thread that another process kept from its core has held its connections up as well.
 
 use std::cell::Cell;
-use std::future::{Future, poll_fn};
-use std::pin::pin;
-use std::time::Duration;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use pin_project_lite::pin_project;
 
 use crate::clock;
 use crate::courtesy::Place;
@@ -19,27 +22,25 @@ use crate::courtesy::Place;
 #[derive(Debug, Default)]
 pub(super) struct Holds {
     longest: Cell<Option<Duration>>,
+    turn: Cell<Option<Instant>>,
     place: Option<Place>,
 }
 
 impl Holds {
     /// Those of a thread that stays on the core of `place`, if it does, where others give way to its turns.
     pub(super) fn on(place: Option<Place>) -> Self {
-        Self { longest: Cell::default(), place }
+        Self { longest: Cell::default(), turn: Cell::default(), place }
     }
 
     /// Runs `task`, and measures each of its turns.
-    pub(super) async fn measure<F: Future>(&self, task: F) -> F::Output {
-        let mut task = pin!(task);
-        poll_fn(|cx| {
-            let start = clock::now();
-            let turn = self.place.as_ref().map(Place::turn);
-            let ready = task.as_mut().poll(cx);
-            drop(turn);
-            self.note(clock::now().saturating_duration_since(start));
-            ready
-        })
-        .await
+    pub(super) fn measure<F: Future>(&self, task: F) -> Measured<'_, F> {
+        Measured { holds: self, task }
+    }
+
+    /// When the turn under way began, which is now for all that need not tell microseconds apart, and spares a reading of
+    /// the clock.
+    pub(super) fn now(&self) -> Instant {
+        self.turn.get().unwrap_or_else(clock::now)
     }
 
     /// A turn took so long.
@@ -50,6 +51,31 @@ impl Holds {
     /// The longest turn since the last call; `None` where there was none.
     pub(super) fn take(&self) -> Option<Duration> {
         self.longest.take()
+    }
+}
+
+pin_project! {
+    /// A task whose turns are measured. A function with the task in it would hold it twice, before and after its first turn,
+    /// which is half of what an idle connection needs.
+    pub(super) struct Measured<'h, F> {
+        holds: &'h Holds,
+        #[pin]
+        task: F,
+    }
+}
+
+impl<F: Future> Future for Measured<'_, F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        let this = self.project();
+        let start = clock::now();
+        this.holds.turn.set(Some(start));
+        let turn = this.holds.place.as_ref().map(Place::turn);
+        let ready = this.task.poll(cx);
+        drop(turn);
+        this.holds.note(clock::now().saturating_duration_since(start));
+        ready
     }
 }
 

@@ -10,10 +10,9 @@ use super::backplane::{Backplane, Haste, Payload, Request, Survey, Terms, Unseen
 use super::buffer::{Chunk, LARGE, Lease, MEDIUM, SLICE, SMALL};
 use super::client::{Client, FRONT, Stop};
 use super::exchange::End;
-use super::http::{Chunked, Forward, Framing, HEAD_MAX, Head, HeadScan, size_line};
+use super::http::{Chunked, Forward, Framing, Head, HeadScan, size_line};
 use super::io::{Backend, Stream};
 use super::upload::{Parcel, Passing, Rest, append_end};
-use crate::clock;
 
 /// A request's body, as far as it is read before an endpoint is chosen.
 pub(super) enum Read {
@@ -35,8 +34,9 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     /// The head of the next request, and what came behind it.
     pub(super) async fn read_head(&self) -> Result<(Head, Chunk), End> {
         let mut chunk = self.carry.take().unwrap_or_else(|| Chunk::with_room(FRONT, SMALL - FRONT));
-        let mut scan = HeadScan::default();
-        self.alarm.set(Some((clock::now() + self.lane().config.client_head, Limit::Head)));
+        let head_max = self.lane().config.head_max;
+        let mut scan = HeadScan::within(head_max);
+        self.alarm.set(Some((self.lane().now() + self.lane().config.client_head, Limit::Head)));
         loop {
             if !chunk.is_empty()
                 && let Some((head, length)) =
@@ -46,7 +46,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
                 return Ok((head, chunk));
             }
             if chunk.spare() == 0 {
-                chunk.reserve(HEAD_MAX.saturating_sub(chunk.len()).max(1));
+                chunk.reserve(head_max.saturating_sub(chunk.len()).max(1));
             }
             let read;
             (read, chunk) = self.wait(self.stream.read(chunk)).await?;
@@ -165,7 +165,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             let larger = body.larger(LARGE);
             body = copy(body.bytes(), larger).await;
         }
-        self.alarm.set(Some((clock::now() + survey.body_limit, Limit::Body)));
+        self.alarm.set(Some((self.lane().now() + survey.body_limit, Limit::Body)));
         match self.wait(self.stream.read(body)).await? {
             (Ok(count), body) if count > 0 => {
                 self.note(|record| record.request_bytes += count as u64);

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -110,6 +111,8 @@ pub(super) struct Lane<B: Backend, P: Backplane> {
     pub(super) config: Arc<Config>,
     pub(super) workers: Arc<Workers>,
     pub(super) budget: Arc<Budget>,
+    /// Client connections of all threads.
+    clients: Arc<AtomicUsize>,
     pub(super) idle: RefCell<Idle<B::Stream>>,
     holds: Rc<Holds>,
     scratch: Cell<Vec<u8>>,
@@ -146,6 +149,7 @@ pub(super) struct Shared<P> {
     pub(super) config: Arc<Config>,
     pub(super) workers: Arc<Workers>,
     pub(super) budget: Arc<Budget>,
+    pub(super) clients: Arc<AtomicUsize>,
 }
 
 /// A data thread's whole life.
@@ -282,7 +286,7 @@ async fn take_pulse<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>) {
 
 impl<B: Backend, P: Backplane> Lane<B, P> {
     fn new(number: usize, place: Option<Place>, shared: Shared<P>) -> Self {
-        let Shared { backplane, meter, config, workers, budget } = shared;
+        let Shared { backplane, meter, config, workers, budget, clients } = shared;
         let bounds = Bounds { per_endpoint: config.idle_per_endpoint, total: config.idle_total, age: config.idle_age };
         Self {
             backplane,
@@ -290,6 +294,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             config,
             workers,
             budget,
+            clients,
             idle: RefCell::new(Idle::new(bounds)),
             holds: Rc::new(Holds::on(place)),
             scratch: Cell::default(),
@@ -299,6 +304,11 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             draining: Cell::default(),
             emptied: Notify::new(),
         }
+    }
+
+    /// The time, to the length of a task's turn.
+    pub(super) fn now(&self) -> Instant {
+        self.holds.now()
     }
 
     /// Memory to write a head into, before it is put in front of its body.
@@ -334,17 +344,19 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
         // A connection that has no local address any more is gone already.
         let Ok(vip) = stream.local_addr() else { return };
         let arrival = Arrival { vip, client };
-        let refusal = if self.posts.borrow().open() >= self.config.connections_max {
-            Some(Refused::TooMany)
-        } else {
-            (!self.backplane.admits(&arrival)).then_some(Refused::NotAdmitted)
+        let admitted = self.backplane.admit(&arrival).and_then(|pass| Ok((pass, Seat::take(self)?)));
+        let (pass, seat) = match admitted {
+            Ok(admitted) => admitted,
+            Err(cause) => {
+                self.meter.client_refused(cause);
+                return stream.reset_on_close();
+            }
         };
-        if let Some(cause) = refusal {
-            self.meter.client_refused(cause);
-            return stream.reset_on_close();
-        }
-        let (seat, holds) = (Seat::take(self), Rc::clone(&self.holds));
-        spawn_local(async move { holds.measure(client::serve(&seat, stream, arrival)).await });
+        let holds = Rc::clone(&self.holds);
+        spawn_local(async move {
+            let _pass = pass;
+            holds.measure(client::serve(&seat, stream, arrival)).await;
+        });
     }
 
     async fn drain(&self, deadline: Instant, how: Draining) {
@@ -413,11 +425,15 @@ pub(super) struct Seat<B: Backend, P: Backplane> {
 }
 
 impl<B: Backend, P: Backplane> Seat<B, P> {
-    fn take(lane: &Rc<Lane<B, P>>) -> Self {
+    fn take(lane: &Rc<Lane<B, P>>) -> Result<Self, Refused> {
+        if lane.clients.fetch_add(1, Ordering::Relaxed) >= lane.config.connections_max {
+            lane.clients.fetch_sub(1, Ordering::Relaxed);
+            return Err(Refused::TooMany);
+        }
         let post = Rc::new(Post { order: Cell::new(Order::Go), waker: RefCell::new(None) });
         let place = lane.posts.borrow_mut().add(Rc::clone(&post));
         lane.meter.client_opened();
-        Self { lane: Rc::clone(lane), post, place }
+        Ok(Self { lane: Rc::clone(lane), post, place })
     }
 }
 
@@ -427,6 +443,7 @@ impl<B: Backend, P: Backplane> Drop for Seat<B, P> {
             self.lane.meter.panicked();
         }
         self.lane.posts.borrow_mut().remove(self.place);
+        self.lane.clients.fetch_sub(1, Ordering::Relaxed);
         self.lane.meter.client_closed();
         self.lane.emptied.notify_one();
     }

@@ -41,8 +41,10 @@ pub trait Meter: Send + Sync + 'static {
 pub enum Refused {
     /// No rule admits it.
     NotAdmitted,
-    /// As many as allowed are open.
+    /// As many as allowed are open, or as many as the process has descriptors for.
     TooMany,
+    /// As many as its rules allow are open.
+    RuleFull,
 }
 
 impl Refused {
@@ -51,6 +53,7 @@ impl Refused {
         match self {
             Self::NotAdmitted => "not_admitted",
             Self::TooMany => "too_many",
+            Self::RuleFull => "rule_full",
         }
     }
 }

@@ -86,8 +86,11 @@ pub struct Config {
     pub client_idle: Duration,
     /// A request's head must come in within this time. Default 30 s.
     pub client_head: Duration,
-    /// Client connections per data thread. Default 65,536, and never more than the process has file descriptors for.
+    /// Client connections at a time (`--connections-max`). Default, and at most: as many as the process has file descriptors
+    /// for, of which each needs two.
     pub connections_max: usize,
+    /// Bytes of a request's largest header section (`--head-max-kib`). Default 64 KiB.
+    pub head_max: usize,
     /// Idle connections kept per data thread and endpoint. Default 64: answers that arrive together leave their
     /// connections idle together, and fewer would be opened anew for the requests that follow.
     pub idle_per_endpoint: usize,
@@ -117,7 +120,8 @@ impl Default for Config {
             pin: true,
             client_idle: Duration::from_mins(2),
             client_head: Duration::from_secs(30),
-            connections_max: 65_536,
+            connections_max: usize::MAX,
+            head_max: http::HEAD_MAX,
             idle_per_endpoint: 64,
             idle_total: 4096,
             idle_age: Duration::from_secs(4),
@@ -215,9 +219,9 @@ impl Proxy {
         let workers =
             Workers::start(config.decision_threads, config.decision_queue, &cores).map_err(StartError::Thread)?;
         let workers = Arc::new(workers);
-        let budget = Budget::new(config.body_budget);
+        let (budget, clients) = (Budget::new(config.body_budget), Arc::default());
         let mut config = config;
-        config.connections_max = config.connections_max.min(connections_affordable(config.threads));
+        config.connections_max = config.connections_max.min(connections_affordable());
         let config = Arc::new(config);
         let shared = || Shared {
             backplane: Arc::clone(backplane),
@@ -225,6 +229,7 @@ impl Proxy {
             config: Arc::clone(&config),
             workers: Arc::clone(&workers),
             budget: Arc::clone(&budget),
+            clients: Arc::clone(&clients),
         };
         let spawn = |number| match engine {
             Engine::Uring => spawn_lane::<Uring, P>(number, shared(), &cores),
@@ -362,11 +367,11 @@ pub fn raise_descriptor_limit() -> std::io::Result<u64> {
 const DESCRIPTORS_ELSEWHERE: u64 = 200;
 
 /// Client connections that each data thread can serve with the descriptors that the process may have: two each.
-fn connections_affordable(threads: usize) -> usize {
+fn connections_affordable() -> usize {
     use nix::sys::resource::{Resource, getrlimit};
     let (limit, _hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap_or((1024, 1024));
     let pairs = usize::try_from(limit.saturating_sub(DESCRIPTORS_ELSEWHERE) / 2).unwrap_or(usize::MAX);
-    (pairs / threads.max(1)).max(16)
+    pairs.max(16)
 }
 
 /// One socket per data thread that listens on `address`, among which the kernel spreads new connections.

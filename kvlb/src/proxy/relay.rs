@@ -133,7 +133,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     /// Keeps an endpoint's connection for another request, where it is fit for one.
     pub(super) fn keep(&self, held: Held<B, P>) {
         if held.answer.head.keep_alive && !held.spoilt {
-            self.client.lane().keep_leg(held.leg, clock::now());
+            self.client.lane().keep_leg(held.leg, self.client.lane().now());
         }
     }
 

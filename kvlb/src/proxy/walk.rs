@@ -144,7 +144,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
 
     /// Sets the deadline of what comes next.
     pub(super) fn arm(&self, limit: Option<Duration>, name: Limit) {
-        let due = limit.map(|limit| (clock::now() + limit, name));
+        let due = limit.map(|limit| (self.client.lane().now() + limit, name));
         self.client.alarm.set(sooner(due, self.total));
     }
 
@@ -221,7 +221,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         may_hold: bool,
         busy: &mut Option<Box<Held<B, P>>>,
     ) -> Result<Try<B, P>, End> {
-        let began = clock::now();
+        let began = self.client.lane().now();
         parcel.direct(&target.request_fields);
         let send = pin!(send_whole(self.client, Rc::clone(&leg.stream), parcel));
         let mut upload = Upload::new(send, self.then());
@@ -314,7 +314,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     ) -> Result<Reached<B, P>, End> {
         self.client.phase.set(Phase::Connect);
         self.arm(None, Limit::Total);
-        let began = clock::now();
+        let began = self.client.lane().now();
         let (mut failed, mut ours) = (0, false);
         loop {
             let next = next.take().or_else(|| self.choose(tried));

@@ -29,7 +29,7 @@ pub use expect::{Expectation, Expectations};
 pub use live::{EndpointId, InFlight, ListedModel, Meters};
 pub use retry::RetryBudget;
 pub use scrape::page;
-pub use table::{Endpoint, Onlooker, Service, Table, Unserved};
+pub use table::{Endpoint, Onlooker, STATUS_CLASSES, Service, Table, Unserved, Visit};
 pub use texts::{Texts, TextsUse};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
 
@@ -220,8 +220,10 @@ impl State {
             endpoints,
             index,
             expectations,
+            visits: old.map_or_else(Arc::default, |old| Arc::clone(&old.visits)),
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
             choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
+            classes: Default::default(),
             failures: Failures::default(),
             retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
         }

@@ -1,9 +1,11 @@
 //! The rules in force, made ready, with the moving parts of their endpoints.
 
-use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use hashbrown::HashMap;
+use prometheus::core::{AtomicU64 as CounterCell, GenericCounter};
 
 use super::breaker::Failures;
 use super::expect::Expectations;
@@ -16,6 +18,9 @@ use crate::contract::{KeySpace, Lora};
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
 use crate::policy::Candidate;
 use crate::router::{self, Lookup, Named, Overlap, Space, View};
+
+/// Classes of statuses that are counted apart: 1xx to 5xx, and what is none of them.
+pub const STATUS_CLASSES: usize = 6;
 
 /// One version of all rules. Readers hold a snapshot; a change makes a new one.
 #[derive(Debug, Default)]
@@ -41,8 +46,22 @@ pub struct Service {
     pub failures: Failures,
     /// Blocks that requests under way bring to their endpoints.
     pub expectations: Arc<Expectations>,
+    /// What counts the rule's requests, by the class of their status; each made when it has something to count.
+    pub classes: [OnceLock<GenericCounter<CounterCell>>; STATUS_CLASSES],
     pub(super) turns: Arc<AtomicU64>,
+    /// Client connections that may bring requests for the rule.
+    pub(super) visits: Arc<AtomicU32>,
     pub(super) choices: Arc<AtomicU64>,
+}
+
+/// One client connection of a rule, until it is dropped.
+#[derive(Debug)]
+pub struct Visit(Arc<AtomicU32>);
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// One endpoint of a service.
@@ -144,6 +163,17 @@ impl Service {
     /// What the operator wrote.
     pub fn rule(&self) -> &Arc<Rule> {
         &self.ready.rule
+    }
+
+    /// Takes a client connection in, and says how many there are with it.
+    pub fn visit(&self) -> (Visit, u32) {
+        let open = self.visits.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        (Visit(Arc::clone(&self.visits)), open)
+    }
+
+    /// Client connections that may bring requests for the rule.
+    pub fn visits(&self) -> u32 {
+        self.visits.load(Ordering::Relaxed)
     }
 
     /// The next turn of the rule's choices.

@@ -154,6 +154,7 @@ pub(crate) const SERVICE: &[Field] = &[
     not_yet("session_from_user", Bool, CONVERSATION),
     stored("pdBootstrapPort", PORT_OR_NONE, "for SGLang, which is not served yet"),
     served("decisionHeaders", Bool, "answers carry x-kvlb-* headers that explain the choice"),
+    served("connectionsMax", COUNT, "client connections at a time to the rule's VIP; 0: no limit but kvlb's own"),
     served("maxInspectBytes", Whole(0, 1 << 30), "bodies up to this many bytes are read; 33554432 unless said"),
     served("forwardedHeaders", Bool, "add X-Forwarded-For and -Proto; true unless said"),
     served("clientHalfClose", Text, "leave (default): a client's FIN ends its request; allow: it does not"),

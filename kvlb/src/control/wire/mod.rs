@@ -82,6 +82,8 @@ pub(crate) struct ServiceArguments {
     pub(crate) decision_headers: Option<bool>,
     #[serde(rename = "maxInspectBytes")]
     pub(crate) max_inspect_bytes: Option<u32>,
+    #[serde(rename = "connectionsMax")]
+    pub(crate) connections_max: Option<u32>,
     #[serde(rename = "forwardedHeaders")]
     pub(crate) forwarded_headers: Option<bool>,
     #[serde(rename = "clientHalfClose")]

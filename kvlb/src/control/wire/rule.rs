@@ -38,6 +38,7 @@ impl TryFrom<(RuleId, &Body)> for Rule {
             allowed_sources: sources(&body.sources)?,
             decision_headers: args.decision_headers.unwrap_or(false),
             max_inspect_bytes: args.max_inspect_bytes.unwrap_or(MAX_INSPECT_BYTES) as usize,
+            connections_max: args.connections_max.filter(|max| *max != 0),
             forwarded_headers: args.forwarded_headers.unwrap_or(true),
             client_half_close: client_half_close(args)?,
             limits: limits(args)?,

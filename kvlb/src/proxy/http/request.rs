@@ -28,8 +28,8 @@ pub enum Refusal {
     /// Neither HTTP/1.1 nor HTTP/1.0.
     #[error("only HTTP/1.1 and HTTP/1.0 are served here")]
     Version,
-    /// More than [`HEAD_MAX`] bytes.
-    #[error("the request's header section is larger than 64 KiB")]
+    /// More bytes than are taken.
+    #[error("the request's header section is larger than this proxy takes (--head-max-kib)")]
     HeadTooLarge,
     /// More than [`FIELDS_MAX`] fields.
     #[error("the request has more than 128 header fields")]
@@ -301,6 +301,10 @@ pub(in crate::proxy) struct Forward<'a> {
 
 /// Authority and the rest of a target in absolute form, of a scheme that is spoken here.
 fn authority_and_path(target: &str) -> Option<(&str, &str)> {
+    // Nearly all targets are in origin form.
+    if target.starts_with('/') {
+        return None;
+    }
     let (scheme, rest) = target.split_once("://")?;
     if !(scheme.eq_ignore_ascii_case("http") || scheme.eq_ignore_ascii_case("https")) {
         return None;
@@ -310,12 +314,24 @@ fn authority_and_path(target: &str) -> Option<(&str, &str)> {
 }
 
 /// Reads a head that comes in pieces, without parsing the same bytes over and over.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct HeadScan {
     seen: usize,
+    max: usize,
+}
+
+impl Default for HeadScan {
+    fn default() -> Self {
+        Self::within(HEAD_MAX)
+    }
 }
 
 impl HeadScan {
+    /// Reads heads of up to `max` bytes.
+    pub(in crate::proxy) fn within(max: usize) -> Self {
+        Self { seen: 0, max }
+    }
+
     /// The head at the front of `bytes` and its length, or `None` while its end has not come. `bytes` must begin with what
     /// earlier calls were given.
     ///
@@ -323,9 +339,9 @@ impl HeadScan {
     /// As soon as it is clear that the request is refused.
     pub(in crate::proxy) fn request(&mut self, bytes: &[u8]) -> Result<Option<(Head, usize)>, Refusal> {
         if !self.may_be_whole(bytes) {
-            return if bytes.len() >= HEAD_MAX { Err(Refusal::HeadTooLarge) } else { Ok(None) };
+            return if bytes.len() >= self.max { Err(Refusal::HeadTooLarge) } else { Ok(None) };
         }
-        let bytes = &bytes[..bytes.len().min(HEAD_MAX)];
+        let bytes = &bytes[..bytes.len().min(self.max)];
         let mut storage = [const { MaybeUninit::uninit() }; FIELDS_MAX];
         let mut request = httparse::Request::new(&mut []);
         match request.parse_with_uninit_headers(bytes, &mut storage) {
@@ -335,7 +351,7 @@ impl HeadScan {
                     .map(|head| Some((head, length)))
             }
             Ok(httparse::Status::Partial) => refuse_early(&request)
-                .map_or(if bytes.len() >= HEAD_MAX { Err(Refusal::HeadTooLarge) } else { Ok(None) }, Err),
+                .map_or(if bytes.len() >= self.max { Err(Refusal::HeadTooLarge) } else { Ok(None) }, Err),
             Err(error) => Err(refusal(error)),
         }
     }

@@ -12,6 +12,7 @@ on_both_back_ends![
     ambiguous_requests_are_refused_before_any_endpoint_sees_them,
     garbage_is_refused,
     large_heads_pass_up_to_their_limit,
+    the_limit_of_heads_can_be_set,
     a_chunked_request_goes_on_chunked_with_the_same_payload,
     a_chunked_answer_passes_byte_for_byte,
     broken_chunks_are_refused,
@@ -105,6 +106,22 @@ fn large_heads_pass_up_to_their_limit(io: Io) {
     let mut client = rig.client();
     client.send(format!("GET / HTTP/1.1\r\nHost: a\r\n{}\r\n", "a: b\r\n".repeat(200)).as_bytes());
     assert_eq!(client.answer().status(), 431);
+}
+
+fn the_limit_of_heads_can_be_set(io: Io) {
+    let endpoint = Endpoint::answering(b"hi");
+    let head = |size: usize| {
+        let frame = "GET / HTTP/1.1\r\nHost: a\r\nX: \r\n\r\n".len();
+        format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n", "x".repeat(size - frame))
+    };
+    for limit in [5_000, 200_000] {
+        let rig = Rig::with(io, &[endpoint.address], |config| config.head_max = limit);
+        let mut client = rig.client();
+        assert_eq!(client.ask(head(limit).as_bytes()).status(), 200);
+        client.send(head(limit + 1).as_bytes());
+        let answer = client.answer();
+        assert_eq!((answer.status(), answer.own_code().as_str()), (431, "header_too_large"));
+    }
 }
 
 /// A body in chunks of every size up to its own, with an extension and a trailer.

@@ -125,7 +125,7 @@ fn threads_share_an_address(io: Io) {
 
 fn clients_beyond_the_limit_are_turned_away(io: Io) {
     let endpoint = Endpoint::answering(b"hi");
-    let rig = Rig::with(io, &[endpoint.address], |config| config.connections_max = 2);
+    let rig = Rig::with(io, &[endpoint.address], |config| (config.connections_max, config.threads) = (2, 3));
     let (mut first, mut second) = (rig.client(), rig.client());
     assert_eq!(first.ask(&get("/")).body, b"hi");
     assert_eq!(second.ask(&get("/")).body, b"hi");

@@ -157,9 +157,10 @@ pub(in crate::proxy) struct FakePlane(pub(super) Arc<Fake>);
 
 impl Backplane for FakePlane {
     type Call = FakeCall;
+    type Pass = ();
 
-    fn admits(&self, _arrival: &Arrival) -> bool {
-        true
+    fn admit(&self, _arrival: &Arrival) -> Result<(), Refused> {
+        Ok(())
     }
 
     fn survey(&self, head: &Head, _arrival: &Arrival) -> Result<Survey, Reply> {

@@ -2,6 +2,7 @@
 
 #![expect(clippy::print_stdout, reason = "a chore speaks to the person who runs it")]
 
+mod api;
 mod chaos;
 mod demo;
 mod ebpf;

@@ -1,10 +1,17 @@
 //! Where the workspace is, and how a chore runs another program.
 
 use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 /// The root of the workspace.
 pub(crate) fn root() -> PathBuf {
@@ -52,4 +59,72 @@ pub(crate) fn output(command: &mut Command) -> Option<String> {
 #[expect(clippy::disallowed_methods, reason = "a chore is no part of the daemon, whose clock is one module's")]
 pub(crate) fn now() -> std::time::Instant {
     std::time::Instant::now()
+}
+
+/// Runs this chore again in a network namespace without a name, which ends with the last process in it; `inside` is the variable that
+/// tells it where it is. Ends this process with the chore's exit code unless that is 0.
+///
+/// # Errors
+/// When there can be no namespace, or a signal ended the chore.
+pub(crate) fn in_namespace(inside: &str) -> Result<()> {
+    let again = std::env::current_exe().context("find this program")?;
+    let status = Command::new("unshare")
+        .args(["--net", "--mount", "--propagation", "private", "--"])
+        .arg(again)
+        .args(std::env::args_os().skip(1))
+        .env(inside, "1")
+        .status()
+        .context("enter a new network namespace (unshare)")?;
+    match status.code() {
+        Some(0) => Ok(()),
+        Some(code) => std::process::exit(code),
+        None => bail!("this chore was ended by a signal: {status}"),
+    }
+}
+
+/// One process that a chore started, ended by its id when dropped.
+pub(crate) struct Running {
+    pub(crate) child: Child,
+    pub(crate) log: PathBuf,
+}
+
+impl Running {
+    pub(crate) fn start(mut command: Command, log: &Path) -> Result<Self> {
+        let file = File::create(log).context("open a log")?;
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
+        let name = command.get_program().to_string_lossy().into_owned();
+        #[expect(unsafe_code, reason = "the child asks to be ended with its parent before it becomes another program")]
+        // SAFETY: prctl is async-signal-safe and touches no memory of the parent.
+        unsafe {
+            command.pre_exec(|| set_pdeathsig(Signal::SIGKILL).map_err(std::io::Error::from));
+        }
+        let child = command.spawn().with_context(|| format!("start {name}"))?;
+        Ok(Self { child, log: log.to_owned() })
+    }
+
+    /// Waits for the line that says that the process is ready.
+    pub(crate) fn first_line(&mut self) -> Result<String> {
+        let stdout = self.child.stdout.take().context("take the output")?;
+        let mut line = String::new();
+        BufReader::new(stdout).read_line(&mut line).context("read the output")?;
+        ensure!(!line.is_empty(), "it ended: {}", fs::read_to_string(&self.log).unwrap_or_default().trim());
+        Ok(line)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let Ok(pid) = i32::try_from(self.child.id()) else { return };
+        let asked = kill(Pid::from_raw(pid), Signal::SIGTERM).is_ok();
+        let deadline = now() + Duration::from_secs(5);
+        while asked && now() < deadline {
+            if matches!(self.child.try_wait(), Ok(Some(_))) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if self.child.kill().is_ok() {
+            let _reaped = self.child.wait();
+        }
+    }
 }

@@ -1,20 +1,15 @@
 //! The processes of the demo, and where they stand.
 
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
-use std::os::unix::process::CommandExt as _;
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 
 use super::Leg;
-use super::api::Api;
-use crate::run::{now, root};
+use crate::api::Api;
+use crate::run::{Running, now, root};
 
 /// Each engine has an address of its own, as on a real network, and the ports of the source document.
 pub(super) const ENGINES: [&str; 3] = ["127.0.0.11", "127.0.0.12", "127.0.0.13"];
@@ -129,51 +124,4 @@ fn engine(binary: &Path, number: usize, address: &str, tokenizers: &Path, broken
         command.arg("--no-events");
     }
     command
-}
-
-/// One process, ended by its id when dropped.
-struct Running {
-    child: Child,
-    log: PathBuf,
-}
-
-impl Running {
-    fn start(mut command: Command, log: &Path) -> Result<Self> {
-        let file = File::create(log).context("open a log")?;
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
-        let name = command.get_program().to_string_lossy().into_owned();
-        #[expect(unsafe_code, reason = "the child asks to be ended with its parent before it becomes another program")]
-        // SAFETY: prctl is async-signal-safe and touches no memory of the parent.
-        unsafe {
-            command.pre_exec(|| set_pdeathsig(Signal::SIGKILL).map_err(std::io::Error::from));
-        }
-        let child = command.spawn().with_context(|| format!("start {name}"))?;
-        Ok(Self { child, log: log.to_owned() })
-    }
-
-    /// Waits for the line that says that the process is ready.
-    fn first_line(&mut self) -> Result<String> {
-        let stdout = self.child.stdout.take().context("take the output")?;
-        let mut line = String::new();
-        BufReader::new(stdout).read_line(&mut line).context("read the output")?;
-        ensure!(!line.is_empty(), "it ended: {}", fs::read_to_string(&self.log).unwrap_or_default().trim());
-        Ok(line)
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let Ok(pid) = i32::try_from(self.child.id()) else { return };
-        let asked = kill(Pid::from_raw(pid), Signal::SIGTERM).is_ok();
-        let deadline = now() + Duration::from_secs(5);
-        while asked && now() < deadline {
-            if matches!(self.child.try_wait(), Ok(Some(_))) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        if self.child.kill().is_ok() {
-            let _reaped = self.child.wait();
-        }
-    }
 }

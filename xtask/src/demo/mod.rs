@@ -7,16 +7,16 @@
 //!
 //! The namespace has no name: it ends with the last process in it, and so does everything else that the demo makes.
 
-mod api;
+mod ask;
 mod children;
 mod steps;
 
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 
-use crate::run::{cargo, done, root, variable};
+use crate::run::{cargo, done, in_namespace, root, variable};
 use crate::setup;
 
 /// Set for the child that runs inside the namespace.
@@ -66,19 +66,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         build.arg("--release");
     }
     done(&mut build).context("build kvlb and the simulated engine")?;
-    let again = std::env::current_exe().context("find this program")?;
-    let status = Command::new("unshare")
-        .args(["--net", "--mount", "--propagation", "private", "--"])
-        .arg(again)
-        .args(std::env::args_os().skip(1))
-        .env(INSIDE, "1")
-        .status()
-        .context("enter a new network namespace (unshare)")?;
-    match status.code() {
-        Some(0) => Ok(()),
-        Some(code) => std::process::exit(code),
-        None => bail!("the demo was ended by a signal: {status}"),
-    }
+    in_namespace(INSIDE)
 }
 
 fn inside(args: &Args) -> Result<()> {

@@ -6,7 +6,7 @@ use anyhow::{Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::Leg;
-use super::api::{Answer, ask};
+use super::ask::{Answer, ask};
 use super::children::{ENGINES, MODEL, Stage, VIP};
 use crate::run::now;
 

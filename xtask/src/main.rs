@@ -4,6 +4,7 @@
 
 mod api;
 mod chaos;
+mod clients;
 mod demo;
 mod ebpf;
 mod fuzz;
@@ -29,6 +30,8 @@ enum Chore {
     BuildEbpf(ebpf::Args),
     /// Break simulated engines at random under many clients, and judge what each client was told
     Chaos(chaos::Args),
+    /// Send what other people's clients send through kvlb to real llama.cpp servers, and compare what comes back
+    Clients(clients::Args),
     /// Show the main job: kvlb in a network namespace of its own with three simulated engines
     Demo(demo::Args),
     /// Look for bytes that kvlb's parsers cannot stand
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
     let outcome = match Args::parse().chore {
         Chore::BuildEbpf(args) => ebpf::run(&args),
         Chore::Chaos(args) => chaos::run(&args),
+        Chore::Clients(args) => clients::run(&args),
         Chore::Demo(args) => demo::run(&args),
         Chore::Fuzz(args) => fuzz::run(&args),
         Chore::Setup(args) => setup::run(&args),

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -85,7 +85,7 @@ pub(crate) fn in_namespace(inside: &str) -> Result<()> {
 /// One process that a chore started, ended by its id when dropped.
 pub(crate) struct Running {
     pub(crate) child: Child,
-    pub(crate) log: PathBuf,
+    log: PathBuf,
 }
 
 impl Running {
@@ -109,6 +109,25 @@ impl Running {
         BufReader::new(stdout).read_line(&mut line).context("read the output")?;
         ensure!(!line.is_empty(), "it ended: {}", fs::read_to_string(&self.log).unwrap_or_default().trim());
         Ok(line)
+    }
+
+    /// All that it prints until it ends, which it must do by itself.
+    pub(crate) fn output(&mut self) -> Result<String> {
+        let mut text = String::new();
+        let mut stdout = self.child.stdout.take().context("take the output")?;
+        stdout.read_to_string(&mut text).context("read the output")?;
+        self.child.wait().context("wait for its end")?;
+        Ok(text)
+    }
+
+    /// Shows the end of its log.
+    pub(crate) fn show_log(&self) {
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<_> = log.lines().collect();
+        println!("-- {}", self.log.file_name().unwrap_or_default().to_string_lossy());
+        for line in &lines[lines.len().saturating_sub(30)..] {
+            println!("   {line}");
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! `cargo xtask setup`: installs what this machine lacks, from Debian's packages and from crates.io, and nothing that is
 //! already there.
 //!
-//! Other chores call [`build`], [`ebpf`] or [`network`] before they need the tools.
+//! Other chores call [`build`], [`clients`], [`ebpf`] or [`network`] before they need the tools.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 
 use crate::ebpf::{LLVM, compiler, linker};
-use crate::run::{cargo, done, on_path, root};
+use crate::run::{cargo, done, on_path, output, root};
 
 /// The bpf-linker that the committed object is built with.
 const BPF_LINKER: &str = "0.13.0";
@@ -79,6 +79,15 @@ pub(crate) fn network() -> Result<()> {
     install(&NETWORK)
 }
 
+/// Makes sure that the clients of `cargo xtask clients` are there which come as Debian's packages, and what installs the others.
+/// No part of `cargo xtask setup`, since nothing else needs them.
+///
+/// # Errors
+/// As [`ebpf`].
+pub(crate) fn clients() -> Result<()> {
+    install(&CLIENTS)
+}
+
 /// A package of Debian's, and how to see that what it brings is there, from wherever it came.
 struct Package {
     name: &'static str,
@@ -87,6 +96,16 @@ struct Package {
 
 /// jemalloc comes as C.
 const BUILD: [Package; 1] = [Package { name: "make", is_there: || on_path("make").is_some() }];
+
+const CLIENTS: [Package; 4] = [
+    Package { name: "curl", is_there: || on_path("curl").is_some() },
+    Package { name: "nodejs", is_there: || on_path("node").is_some() },
+    Package {
+        name: "python3-venv",
+        is_there: || output(Command::new("python3").args(["-c", "import ensurepip, venv"])).is_some(),
+    },
+    Package { name: "wrk", is_there: || on_path("wrk").is_some() },
+];
 
 const EBPF: [Package; 3] = [
     // A compiler that can build `core` for the kernel: the `rustc` on PATH stays what it is.

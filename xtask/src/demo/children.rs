@@ -88,12 +88,7 @@ impl Stage {
     /// Shows the ends of all logs.
     pub(super) fn show_logs(&self) {
         for running in std::iter::once(&self.kvlb).chain(&self.engines) {
-            let log = fs::read_to_string(&running.log).unwrap_or_default();
-            let lines: Vec<_> = log.lines().collect();
-            println!("-- {}", running.log.file_name().unwrap_or_default().to_string_lossy());
-            for line in &lines[lines.len().saturating_sub(30)..] {
-                println!("   {line}");
-            }
+            running.show_log();
         }
     }
 }

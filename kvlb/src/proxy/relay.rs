@@ -47,7 +47,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.client.phase.set(Phase::Stream);
         let body = held.answer.head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut flow = Flow { body, excess: false, head: 0, passed: 0, tail: self.tail(held) };
+        let mut flow = Flow { body, excess: false, head: 0, passed: 0, pending: false, tail: self.tail(held) };
         let streams =
             self.client.has_entry() && held.answer.head.medium(held.answer.bytes.bytes()) == Some(Medium::Events);
         let mut piece = self.first_piece(held, &mut flow, closing)?;
@@ -64,7 +64,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     self.note(|record| record.first_byte = Some(clock::now().saturating_duration_since(record.began)));
                 }
                 match self.client.watch(upload.as_deref_mut(), self.client.stream.write_all(piece)).await {
-                    Ok((Ok(()), back)) => piece = back,
+                    Ok((Ok(()), back)) => (piece, flow.pending) = (back, false),
                     Ok((Err(_gone), _piece)) => break Broken::Stopped(Stop::Left),
                     // It is the client that does not take it.
                     Err(Stop::TimedOut(_)) => break Broken::Reader,
@@ -87,6 +87,11 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 Err(stop) => break Broken::Stopped(stop),
             }
         };
+        if matches!(broken, Broken::Stopped(Stop::Left)) && flow.has_told_all() {
+            held.spoilt = true;
+            self.finished(held, flow, closing);
+            return Ok(After::Gone);
+        }
         Err(self.broke_off(broken, position, &flow))
     }
 
@@ -170,6 +175,8 @@ struct Flow {
     head: u64,
     /// Bytes passed on, the head among them.
     passed: u64,
+    /// The client may lack payload that the tail has seen.
+    pending: bool,
     tail: Option<Box<Tail>>,
 }
 
@@ -178,11 +185,20 @@ impl Flow {
     fn take(&mut self, mut piece: Chunk) -> Result<Chunk, AnswerError> {
         let progress = match &mut self.tail {
             None => self.body.take(piece.bytes_mut())?,
-            Some(tail) => self.body.take_showing(piece.bytes_mut(), |payload| tail.take(payload))?,
+            Some(tail) => self.body.take_showing(piece.bytes_mut(), |payload| {
+                self.pending |= !payload.is_empty();
+                tail.take(payload);
+            })?,
         };
         self.excess |= progress.excess;
         piece.truncate(progress.pass);
         Ok(piece)
+    }
+
+    /// Whether the client has a stream's last event, so that nothing that is missing would tell it more: openai's leaves then.
+    /// Where the tail is not wanted, nobody knows.
+    fn has_told_all(&mut self) -> bool {
+        !self.pending && self.tail.as_mut().is_some_and(|tail| tail.is_done())
     }
 
     /// Room for the next piece: small while pieces are, so that a waiting stream holds little.

@@ -62,6 +62,13 @@ impl Tail {
         self.oldest = (self.oldest + last.len()) % TAIL;
     }
 
+    /// Whether it is a stream of events that has told its end, whatever its framing still brings.
+    pub(super) fn is_done(&mut self) -> bool {
+        self.ring.rotate_left(std::mem::take(&mut self.oldest));
+        let last = || lines(&self.ring, self.cut).map(<[u8]>::trim_ascii).find(|line| !line.is_empty());
+        self.medium == Medium::Events && self.ring.ends_with(b"\n") && last() == Some(b"[DONE]")
+    }
+
     /// What the whole body says.
     pub(super) fn usage(mut self) -> Option<Usage> {
         self.ring.rotate_left(self.oldest);

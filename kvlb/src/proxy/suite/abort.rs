@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use super::on_both_back_ends;
 use super::rig::{Endpoint, LEAVING, PATIENCE, Rig, Wire, eventually, get, ok, post};
 use crate::clock;
-use crate::proxy::{Event, Io, Phase};
+use crate::proxy::{Event, Io, Phase, Usage};
 
 on_both_back_ends![
     leaving_within_the_head_or_body_bothers_no_endpoint,
     leaving_while_the_endpoint_thinks_is_passed_on_at_once,
     leaving_while_the_answer_streams_is_passed_on_at_once,
     leaving_a_stalled_answer_is_passed_on_at_once,
+    leaving_behind_the_last_event_of_a_stream_is_no_leaving,
     leaving_while_a_body_goes_through_is_passed_on_at_once,
     leaving_during_a_decision_or_a_connect_ends_them,
     a_fin_behind_a_request_counts_as_leaving_unless_the_rule_says_otherwise,
@@ -82,6 +83,39 @@ fn leaving_while_the_answer_streams_is_passed_on_at_once(io: Io) {
     passed_on(client.leave(), &told);
     rig.settled();
     assert_eq!(rig.counts.get("left stream"), 1);
+}
+
+/// openai's client does not wait for what ends the framing.
+fn leaving_behind_the_last_event_of_a_stream_is_no_leaving(io: Io) {
+    let event = r#"data: {"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}"#;
+    let usage = Some(Usage { prompt_tokens: 9, cached_tokens: Some(8) });
+    for (last, is_end) in
+        [("data: [DONE]\n\n", true), ("data: {\"text\":\"[DONE]\"}\n\n", false), ("data: [DONE]", false)]
+    {
+        let events = format!("{event}\n\n{last}");
+        let (endpoint, told) = watching(move |wire| {
+            wire.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n");
+            wire.send(format!("{:x}\r\n{events}\r\n", events.len()).as_bytes());
+        });
+        let rig = Rig::start(io, &[endpoint.address]);
+        let mut client = rig.client();
+        client.send(&post(b"{}"));
+        client.head().unwrap();
+        client.bytes(format!("{:x}\r\n{event}\n\n{last}\r\n", event.len() + 2 + last.len()).len());
+        passed_on(client.leave(), &told);
+        rig.settled();
+        let events = rig.fake.events.lock();
+        if is_end {
+            assert!(
+                matches!(events.last(), Some(Event::Finished { usage: found, .. }) if *found == usage),
+                "{events:?}"
+            );
+        } else {
+            let left = Event::ClientLeft { position: Some(0), phase: Phase::Stream };
+            assert_eq!(events.last(), Some(&left), "{last}");
+        }
+        assert_eq!(rig.counts.get("left stream"), u64::from(!is_end), "{last}");
+    }
 }
 
 fn leaving_a_stalled_answer_is_passed_on_at_once(io: Io) {

@@ -112,9 +112,16 @@ def leaving():
         answer.close()
 
     async def cancel(client):
-        path = "/v1/chat/completions"
-        task = asyncio.create_task(with_session(client, case.turns, path, endless(path), True))
-        await asyncio.sleep(0.5)
+        begun = asyncio.Event()
+
+        async def stream():
+            path = "/v1/chat/completions"
+            async with client.post(case.turns + path, json=endless(path)) as answer:
+                async for _ in answer.content.iter_any():
+                    begun.set()
+
+        task = asyncio.create_task(stream())
+        await begun.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -49,18 +49,22 @@ class Parts:
         return Answer(self.text, self.finish, self.usage.prompt_tokens, cached)
 
 
-def ask(base, path, body, stream):
+def ask_with(client, path, body, stream):
+    if not stream:
+        return whole(create(client, path)(**body))
+    parts = Parts()
+    with create(client, path)(**streaming(body)) as chunks:
+        for chunk in chunks:
+            parts.add(chunk)
+    return parts.answer()
+
+
+def ask(base, *what):
     with sync_client(base) as client:
-        if not stream:
-            return whole(create(client, path)(**body))
-        parts = Parts()
-        with create(client, path)(**streaming(body)) as chunks:
-            for chunk in chunks:
-                parts.add(chunk)
-        return parts.answer()
+        return ask_with(client, *what)
 
 
-async def ask_with(client, path, body, stream):
+async def ask_with_async(client, path, body, stream):
     if not stream:
         return whole(await create(client, path)(**body))
     parts = Parts()
@@ -73,7 +77,7 @@ async def ask_with(client, path, body, stream):
 def ask_async(base, path, body, stream):
     async def alone():
         async with async_client(base) as client:
-            return await ask_with(client, path, body, stream)
+            return await ask_with_async(client, path, body, stream)
 
     return asyncio.run(alone())
 
@@ -100,20 +104,24 @@ def answers():
 
 def affinity():
     """cached tokens prove affinity"""
-    case.affinity(ask)
+    with sync_client(case.persist) as persist, sync_client(case.turns) as turns:
+        clients = {case.persist: persist, case.turns: turns}
+        case.affinity(lambda base, *what: ask_with(clients[base], *what))
     case.affinity(ask_async)
 
 
 def many():
-    """50 at a time, on one client's connections"""
+    """50 at a time, again on the same connections"""
 
     async def all_of(jobs):
         async with async_client(case.turns) as client:
-            return await asyncio.gather(*(ask_with(client, *job) for job in jobs))
+            found = []
+            for _ in range(2):
+                found += await asyncio.gather(*(ask_with_async(client, *job) for job in jobs))
+            return found
 
-    for _ in range(2):
-        jobs = case.many_questions()
-        case.many_answers(jobs, asyncio.run(all_of(jobs)))
+    jobs = case.many_questions()
+    case.many_answers(jobs + jobs, asyncio.run(all_of(jobs)))
 
 
 def large():

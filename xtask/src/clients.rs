@@ -1,9 +1,9 @@
 //! `cargo xtask clients`: other people's clients, each through kvlb to real engines.
 //!
-//! Two llama.cpp servers with a tiny random model stand behind two rules, one that keeps a client address at one engine and one
-//! that takes the engines in turn. Each client of `scripts/clients/` sends what it can send and compares what comes back with what the
-//! engines say when they are asked without kvlb; a prompt's cached tokens tell which engine had it before. Afterwards kvlb's
-//! counters, its access log and the engines' own have to tell the same story as the client.
+//! Two llama.cpp servers with a tiny random model stand behind two rules, one that keeps a client address at one engine and
+//! one that takes the engines in turn. Each client of `scripts/clients/` sends what it can send and compares what comes back
+//! with what the engines say when they are asked without kvlb; a prompt's cached tokens tell which engine had it before.
+//! Afterwards kvlb's counters, its access log and the engines' own have to tell the same story as the client.
 //!
 //! llama.cpp announces no blocks, so that affinity here is the rules' selector's and not the KV tier's.
 

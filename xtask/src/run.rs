@@ -61,8 +61,8 @@ pub(crate) fn now() -> std::time::Instant {
     std::time::Instant::now()
 }
 
-/// Runs this chore again in a network namespace without a name, which ends with the last process in it; `inside` is the variable that
-/// tells it where it is. Ends this process with the chore's exit code unless that is 0.
+/// Runs this chore again in a network namespace without a name, which ends with the last process in it; `inside` is the
+/// variable that tells it where it is. Ends this process with the chore's exit code unless that is 0.
 ///
 /// # Errors
 /// When there can be no namespace, or a signal ended the chore.

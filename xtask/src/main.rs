@@ -3,6 +3,7 @@
 #![expect(clippy::print_stdout, reason = "a chore speaks to the person who runs it")]
 
 mod api;
+mod bench;
 mod chaos;
 mod clients;
 mod demo;
@@ -26,6 +27,8 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Chore {
+    /// Compare what kvlb and other proxies cost for the same work
+    Bench(bench::Args),
     /// Rebuild the kernel programs, or check that the committed object is theirs
     BuildEbpf(ebpf::Args),
     /// Break simulated engines at random under many clients, and judge what each client was told
@@ -44,6 +47,7 @@ enum Chore {
 
 fn main() -> ExitCode {
     let outcome = match Args::parse().chore {
+        Chore::Bench(args) => bench::run(&args),
         Chore::BuildEbpf(args) => ebpf::run(&args),
         Chore::Chaos(args) => chaos::run(&args),
         Chore::Clients(args) => clients::run(&args),

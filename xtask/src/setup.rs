@@ -88,6 +88,14 @@ pub(crate) fn clients() -> Result<()> {
     install(&CLIENTS)
 }
 
+/// Makes sure that the proxies are there which Debian has and the bench compares with.
+///
+/// # Errors
+/// As [`ebpf`].
+pub(crate) fn peers() -> Result<()> {
+    install(&PEERS)
+}
+
 /// A package of Debian's, and how to see that what it brings is there, from wherever it came.
 struct Package {
     name: &'static str,
@@ -120,6 +128,17 @@ const NETWORK: [Package; 3] = [
     Package { name: "bpftool", is_there: || on_path("bpftool").is_some() },
     Package { name: "ethtool", is_there: || on_path("ethtool").is_some() },
 ];
+
+const PEERS: [Package; 3] = [
+    Package { name: "haproxy", is_there: || on_path("haproxy").is_some() },
+    Package { name: "nginx", is_there: || on_path("nginx").is_some() },
+    // Python's own module without what makes it work is Debian's idea.
+    Package { name: "python3-venv", is_there: has_venv },
+];
+
+fn has_venv() -> bool {
+    output(Command::new("python3").args(["-c", "import ensurepip, venv"])).is_some()
+}
 
 fn check(parts: &[Part]) -> Result<()> {
     let mut names = Vec::new();

@@ -4,7 +4,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 
-use super::http::{ChunkError, Chunked, Forward, Framing, Head, HeadScan, Refusal};
+use super::http::{ChunkError, Chunked, FIELDS_MAX, Forward, Framing, Head, HeadScan, Refusal};
 
 /// The head of a request, after a byte that says how its pieces are cut.
 ///
@@ -36,8 +36,15 @@ fn in_pieces(bytes: &[u8], step: usize) -> Result<Option<(Head, usize)>, Refusal
     Ok(None)
 }
 
-/// A head that is passed on is one head, with the framing that it was given.
+/// Fields that are added on the way: Host, traceparent, two of forwarding, and the framing.
+const ADDED: usize = 5;
+
+/// A head that is passed on is one head, with the framing that it was given. One that has as many fields as may be has more
+/// then, which engines take and another kvlb would not.
 fn forwarded(head: &Head) {
+    if head.fields().iter().count() + ADDED > FIELDS_MAX {
+        return;
+    }
     let vip = SocketAddr::from((Ipv4Addr::LOCALHOST, 80));
     for framing in [Framing::None, Framing::Length(7), Framing::Chunked] {
         let mut out = Vec::new();

@@ -14,6 +14,7 @@ use crate::proxy::{Event, Io, Phase, Usage};
 on_both_back_ends![
     leaving_within_the_head_or_body_bothers_no_endpoint,
     leaving_while_the_endpoint_thinks_is_passed_on_at_once,
+    leaving_is_passed_on_whatever_the_path,
     leaving_while_the_answer_streams_is_passed_on_at_once,
     leaving_a_stalled_answer_is_passed_on_at_once,
     leaving_behind_the_last_event_of_a_stream_is_no_leaving,
@@ -70,6 +71,24 @@ fn leaving_while_the_endpoint_thinks_is_passed_on_at_once(io: Io) {
     rig.settled();
     assert_eq!(rig.counts.get("left wait"), 1);
     assert_eq!(*rig.fake.events.lock(), [Event::ClientLeft { position: Some(0), phase: Phase::Wait }]);
+}
+
+/// litellm#36123: mended for one path, broken for the others.
+fn leaving_is_passed_on_whatever_the_path(io: Io) {
+    let (endpoint, told) = watching(|_wire| ());
+    let rig = Rig::start(io, &[endpoint.address]);
+    let paths = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/unknown?x"];
+    for (path, inspect) in paths.iter().flat_map(|path| [(path, Some(1 << 20)), (path, None)]) {
+        *rig.fake.inspect.lock() = inspect;
+        let mut client = rig.client();
+        client.send(format!("POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{{}}").as_bytes());
+        eventually("the request is in flight", || rig.fake.in_flight() == 1);
+        std::thread::sleep(Duration::from_millis(20));
+        passed_on(client.leave(), &told);
+        eventually("it is over", || rig.fake.in_flight() == 0);
+    }
+    rig.settled();
+    assert_eq!(rig.counts.get("left wait"), 10);
 }
 
 fn leaving_while_the_answer_streams_is_passed_on_at_once(io: Io) {

@@ -14,6 +14,10 @@ on_both_back_ends![
     a_body_reaches_the_endpoint_byte_for_byte,
     encoded_answers_pass_untouched,
     any_method_and_path_pass,
+    any_method_passes_with_its_body,
+    a_form_with_a_file_passes_byte_for_byte_with_its_fields,
+    fields_of_an_answer_pass,
+    a_get_goes_past_a_dead_endpoint,
     an_answer_without_body_needs_none,
     http_1_0_gets_what_it_can_read,
     http_1_0_may_keep_its_connection,
@@ -159,6 +163,9 @@ fn any_method_and_path_pass(io: Io) {
     for line in [
         "OPTIONS * HTTP/1.1",
         "OPTIONS /v1/chat/completions HTTP/1.1",
+        "GET /v1/models/ HTTP/1.1",
+        "GET /v1/models/mock HTTP/1.1",
+        "PUT /v1/x HTTP/1.1",
         "DELETE /v1/x HTTP/1.1",
         "PATCH //odd///path?q=/a#b HTTP/1.1",
         "PURGE / HTTP/1.1",
@@ -167,6 +174,97 @@ fn any_method_and_path_pass(io: Io) {
     ] {
         let answer = client.ask(format!("{line}\r\nHost: a\r\n\r\n").as_bytes());
         assert_eq!(String::from_utf8(answer.body).unwrap(), line);
+    }
+}
+
+fn any_method_passes_with_its_body(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            let line = request.head.lines().next().unwrap().as_bytes();
+            wire.send(&ok(&[line, b"|", &request.body].concat()));
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    for inspect in [Some(1 << 20), None] {
+        *rig.fake.inspect.lock() = inspect;
+        let mut client = rig.client();
+        for method in ["PUT", "PATCH", "DELETE", "GET", "OPTIONS", "REPORT"] {
+            let line = format!("{method} /v1/files/1 HTTP/1.1");
+            for body in [pattern(7), pattern(100_000)] {
+                let expected = [line.as_bytes(), b"|", &body].concat();
+                let head = format!("{line}\r\nHost: a\r\nContent-Length: {}\r\n\r\n", body.len());
+                assert!(client.ask(&[head.as_bytes(), &body].concat()).body == expected, "{method} {inspect:?}");
+                let head = format!("{line}\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n{:x}\r\n", body.len());
+                let answer = client.ask(&[head.as_bytes(), &body, b"\r\n0\r\n\r\n"].concat());
+                assert!(answer.body == expected, "{method} in chunks, {inspect:?}");
+            }
+        }
+    }
+}
+
+/// production-stack#733: a form without its Authorization.
+fn a_form_with_a_file_passes_byte_for_byte_with_its_fields(io: Io) {
+    const FORM: &str = "multipart/form-data; boundary=\"--a b?\"";
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            assert!(request.head.starts_with("POST /v1/audio/transcriptions HTTP/1.1\r\n"), "{}", request.head);
+            assert_eq!(request.field("content-type"), Some(FORM));
+            assert_eq!(request.field("authorization"), Some("Bearer sk-1"));
+            wire.send(&ok(&request.body));
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    for inspect in [Some(1 << 20), None] {
+        *rig.fake.inspect.lock() = inspect;
+        let mut client = rig.client();
+        for size in [0, 300, 900_000] {
+            let body = [
+                &b"----a b?\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nwhisper\r\n----a b?\r\n"[..],
+                b"Content-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n",
+                &pattern(size),
+                b"\r\n----a b?--\r\n",
+            ]
+            .concat();
+            let head = format!(
+                "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-1\r\n\
+                 Content-Type: {FORM}\r\nContent-Length: {}\r\n\r\n",
+                body.len()
+            );
+            assert!(client.ask(&[head.as_bytes(), &body].concat()).body == body, "{size} {inspect:?}");
+        }
+    }
+}
+
+fn fields_of_an_answer_pass(io: Io) {
+    const FIELDS: &str = "X-Accel-Buffering: no\r\nCache-Control: no-cache\r\nSet-Cookie: a=1\r\nset-cookie: b=2\r\n\
+                          X-Request-Id: 7\r\nopenai-processing-ms: 12\r\nRetry-After: 3\r\nVary: Origin\r\n\
+                          Access-Control-Allow-Origin: *\r\n";
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(_request) = wire.request() {
+            let front = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n";
+            let hops = "Connection: keep-alive, X-Hop\r\nKeep-Alive: timeout=5\r\nX-Hop: 1\r\n";
+            let back = "transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n";
+            wire.send(format!("{front}{hops}{FIELDS}{back}").as_bytes());
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    let mut client = rig.client();
+    for _ in 0..2 {
+        let answer = client.ask(&post(b"{}"));
+        assert!(answer.head.contains(FIELDS), "{}", answer.head);
+        assert_eq!((answer.field("x-hop"), answer.field("keep-alive")), (None, None), "{}", answer.head);
+        assert_eq!(answer.body, b"hi");
+    }
+    assert_eq!(endpoint.connections(), 1);
+}
+
+/// vllm-router#135: the list of models was asked of a dead endpoint.
+fn a_get_goes_past_a_dead_endpoint(io: Io) {
+    let endpoint = Endpoint::answering(b"models");
+    let rig = Rig::start(io, &[Endpoint::refusing(), endpoint.address]);
+    let mut client = rig.client();
+    for path in ["/v1/models", "/health", "/version"] {
+        assert_eq!(client.ask(&get(path)).body, b"models", "{path}");
     }
 }
 

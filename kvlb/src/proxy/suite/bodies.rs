@@ -16,6 +16,7 @@ on_both_back_ends![
     an_answer_may_come_before_a_whole_body_is_taken,
     an_endpoint_may_answer_while_it_reads,
     a_body_in_many_pieces_is_read_whole,
+    bodies_beyond_the_limits_of_others_pass_byte_for_byte,
     what_follows_a_body_that_went_through_is_the_next_request,
 ];
 
@@ -25,6 +26,12 @@ fn echo() -> Endpoint {
             wire.send(&ok(&request.body));
         }
     })
+}
+
+/// A POST in one chunk.
+fn in_chunks(body: &[u8]) -> Vec<u8> {
+    let head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
+    [&head[..], format!("{:x}\r\n", body.len()).as_bytes(), body, b"\r\n0\r\n\r\n"].concat()
 }
 
 fn a_body_beyond_the_rules_limit_goes_through_unread(io: Io) {
@@ -49,12 +56,7 @@ fn a_body_beyond_the_memory_budget_goes_through_unread(io: Io) {
     let mut client = rig.client();
     for chunked in [false, true] {
         let body = pattern(150_000);
-        let request = if chunked {
-            let head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
-            [&head[..], format!("{:x}\r\n", body.len()).as_bytes(), &body, b"\r\n0\r\n\r\n"].concat()
-        } else {
-            post(&body)
-        };
+        let request = if chunked { in_chunks(&body) } else { post(&body) };
         assert!(client.ask(&request).body == body);
         assert_eq!(rig.fake.bodies.lock().pop().unwrap().map(|body| body.len()), Err("over_memory"));
         assert_eq!(client.ask(&post(b"small")).body, b"small");
@@ -171,6 +173,21 @@ fn a_body_in_many_pieces_is_read_whole(io: Io) {
     let done = clock::now();
     assert!(client.answer().body == pattern(40_000));
     assert!(done.elapsed() < Duration::from_secs(2));
+}
+
+/// gateway-api-inference-extension#2058, ai-gateway#827: limits of 32 KiB and of 4 MiB within a chain of proxies.
+fn bodies_beyond_the_limits_of_others_pass_byte_for_byte(io: Io) {
+    let endpoint = echo();
+    let rig = Rig::start(io, &[endpoint.address]);
+    for inspect in [Some(32 << 20), None] {
+        *rig.fake.inspect.lock() = inspect;
+        let mut client = rig.client();
+        for size in [32_768, 32_769, 4_194_304, 4_194_305] {
+            let body = pattern(size);
+            assert!(client.ask(&post(&body)).body == body, "{size} {inspect:?}");
+            assert!(client.ask(&in_chunks(&body)).body == body, "{size} in chunks, {inspect:?}");
+        }
+    }
 }
 
 fn what_follows_a_body_that_went_through_is_the_next_request(io: Io) {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::on_both_back_ends;
 use super::rig::{Ended, Endpoint, Rig, get, ok, pattern};
+use crate::clock;
 use crate::proxy::Io;
 
 on_both_back_ends![
@@ -18,6 +19,7 @@ on_both_back_ends![
     broken_chunks_are_refused,
     expect_continue_is_answered_when_the_body_is_read_here,
     expect_continue_is_the_endpoints_business_when_the_body_goes_through,
+    a_client_that_asks_before_it_sends_megabytes_hardly_waits,
     an_early_refusal_reaches_a_client_that_waits_to_send,
     interim_answers_pass,
     answers_that_make_no_sense_are_told_so,
@@ -264,6 +266,34 @@ fn expect_continue_is_the_endpoints_business_when_the_body_goes_through(io: Io) 
     client.send(b"hello");
     let answer = client.answer();
     assert_eq!((&answer.body[..], answer.field("connection")), (&b"fine"[..], None));
+}
+
+/// As curl sends what is larger than 1 MB: without the 100 it waits for a second.
+fn a_client_that_asks_before_it_sends_megabytes_hardly_waits(io: Io) {
+    const SIZE: usize = 2_000_000;
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(head) = wire.head() {
+            if head.to_ascii_lowercase().contains("\r\nexpect: 100-continue\r\n") {
+                wire.send(b"HTTP/1.1 100 Continue\r\n\r\n");
+            }
+            let body = wire.bytes(SIZE);
+            wire.send(&ok(&body));
+        }
+    });
+    let rig = Rig::start(io, &[endpoint.address]);
+    for inspect in [Some(32 << 20), None] {
+        *rig.fake.inspect.lock() = inspect;
+        let mut client = rig.client();
+        for _ in 0..2 {
+            let head = "POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n";
+            let asked = clock::now();
+            client.send(format!("{head}Content-Length: {SIZE}\r\n\r\n").as_bytes());
+            assert_eq!(client.head().unwrap(), "HTTP/1.1 100 Continue\r\n\r\n", "{inspect:?}");
+            assert!(asked.elapsed() < Duration::from_millis(900), "{:?} {inspect:?}", asked.elapsed());
+            assert!(client.ask(&pattern(SIZE)).body == pattern(SIZE), "{inspect:?}");
+        }
+    }
+    assert_eq!(rig.fake.bodies.lock().iter().filter(|seen| seen.is_ok()).count(), 2);
 }
 
 fn an_early_refusal_reaches_a_client_that_waits_to_send(io: Io) {

@@ -11,12 +11,13 @@ use parking_lot::{Condvar, Mutex};
 use super::on_both_back_ends;
 use super::rig::{Ended, Endpoint, PATIENCE, Rig, Wire, eventually, get, pattern, post};
 use crate::clock;
-use crate::proxy::{Io, bind};
+use crate::proxy::{Event, Io, bind};
 
 on_both_back_ends![
     each_event_arrives_before_the_next_is_sent,
     a_slow_reader_holds_little_and_hinders_nobody,
     a_stream_that_dies_midway_is_never_ended_cleanly,
+    an_error_event_within_a_stream_is_the_engine_s_answer,
     a_thousand_streams_at_once,
     a_large_answer_arrives_whole,
 ];
@@ -138,9 +139,58 @@ fn a_stream_that_dies_midway_is_never_ended_cleanly(io: Io) {
             );
             rig.settled();
             let events = rig.fake.events.lock().clone();
-            assert!(events.iter().any(|event| matches!(event, crate::proxy::Event::BrokeOff { .. })), "{events:?}");
+            assert!(events.iter().any(|event| matches!(event, Event::BrokeOff { .. })), "{events:?}");
             assert_eq!(endpoint.connections(), 1, "it is not sent again");
         }
+    }
+}
+
+/// dynamo#12786: what an engine says of its error behind the first event is passed on as it is. The stream counts as what it
+/// is: an answer with status 200, whole where it has its end.
+fn an_error_event_within_a_stream_is_the_engine_s_answer(io: Io) {
+    let error =
+        "data: {\"error\": {\"message\": \"out of memory\", \"type\": \"InternalServerError\", \"code\": 500}}\n\n";
+    for (last, is_whole) in [("data: [DONE]\n\n", true), ("", true), ("", false)] {
+        let told = format!("{error}{last}");
+        let chunk = format!("{:x}\r\n{told}\r\n", told.len());
+        let sent = chunk.clone();
+        let endpoint = Endpoint::start(move |wire, _| {
+            while let Some(_request) = wire.request() {
+                wire.send(STREAM);
+                wire.send(&event(0));
+                std::thread::sleep(Duration::from_millis(20));
+                wire.send(sent.as_bytes());
+                if !is_whole {
+                    return;
+                }
+                wire.send(b"0\r\n\r\n");
+            }
+        });
+        let rig = Rig::start(io, &[endpoint.address]);
+        let mut client = rig.client();
+        client.send(&post(b"{\"stream\": true}"));
+        assert!(client.head().unwrap().starts_with("HTTP/1.1 200 OK\r\n"));
+        let expected = [&event(0)[..], chunk.as_bytes()].concat();
+        assert_eq!(client.bytes(expected.len()), expected);
+        if is_whole {
+            assert_eq!(client.bytes(5), b"0\r\n\r\n");
+        } else {
+            assert_eq!(client.rest(), b"", "no end that the engine did not send");
+        }
+        eventually("it is over", || !rig.fake.told.lock().is_empty());
+        let events = rig.fake.told.lock()[0].events.clone();
+        assert!(matches!(events[0], Event::Answered { position: 0, status: 200, .. }), "{events:?}");
+        match events[1..] {
+            [Event::Finished { position: 0, usage: None, .. }] if is_whole => {
+                assert_eq!(client.ask(&get("/nobody")).status(), 404, "the connection is as good as before");
+            }
+            [Event::BrokeOff { position: 0 }] if !is_whole => {}
+            _ => panic!("{events:?}"),
+        }
+        assert_eq!(rig.counts.get("200"), 1);
+        assert_eq!(rig.counts.sum(|what| what.starts_with('5') || what.starts_with("left")), 0);
+        drop(client);
+        rig.settled();
     }
 }
 

@@ -76,24 +76,23 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     async fn read_length(&self, head: &Head, body: Chunk, length: u64, survey: &Survey) -> Result<Read, End> {
-        let pass = |payload: Chunk, why| {
+        let pass = |payload: Chunk, lease, why| {
             let rest = Rest::Length(length - payload.len() as u64);
-            Ok(Read::Passing(Box::new(Passing { payload, rest, limit: survey.body_limit }), why))
+            Ok(Read::Passing(Box::new(Passing { payload, lease, rest, limit: survey.body_limit }), why))
         };
-        let mut body = body;
-        let Some(max) = survey.inspect else { return pass(body, Unseen::NotNeeded) };
+        let (mut body, mut lease) = (body, self.lane().budget.lease());
+        let Some(max) = survey.inspect else { return pass(body, lease, Unseen::NotNeeded) };
         let Some(length) = usize::try_from(length).ok().filter(|length| *length <= max) else {
-            return pass(body, Unseen::TooLarge);
+            return pass(body, lease, Unseen::TooLarge);
         };
-        let mut lease = self.lane().budget.lease();
         if !lease.hold(body.len()) {
-            return pass(body, Unseen::OverMemory);
+            return pass(body, lease, Unseen::OverMemory);
         }
         self.say_continue(head, &body).await?;
         body.reserve_total(length);
         while body.len() < length {
             if !lease.hold(length.min(body.len() + LARGE)) {
-                return pass(body, Unseen::OverMemory);
+                return pass(body, lease, Unseen::OverMemory);
             }
             body = self.read_more(body, survey).await?;
         }
@@ -128,7 +127,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             body.append(raw.bytes());
             if let Some(why) = why {
                 let rest = Rest::Chunked(chunked);
-                let passing = Passing { payload: body, rest, limit: survey.body_limit };
+                let passing = Passing { payload: body, lease, rest, limit: survey.body_limit };
                 return Ok(Read::Passing(Box::new(passing), why));
             }
             if chunked.is_done() {

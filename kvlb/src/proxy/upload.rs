@@ -161,6 +161,8 @@ pub(super) fn sooner(due: Option<(Instant, Limit)>, total: Option<Instant>) -> O
 pub(super) struct Passing {
     /// What has come of it already, without framing.
     pub(super) payload: Chunk,
+    /// Its part of the body budget, until it has gone out.
+    pub(super) lease: Lease,
     pub(super) rest: Rest,
     /// The longest wait for the next piece.
     pub(super) limit: Duration,
@@ -219,17 +221,22 @@ pub(super) async fn send_through<B: Backend, P: Backplane>(
     if !fields.is_empty() {
         head = with_fields(&head, &fields);
     }
-    let Passing { mut payload, rest, limit } = *passing;
+    let Passing { mut payload, lease, rest, limit } = *passing;
     let pipe = Pipe { client, endpoint, limit };
     if matches!(rest, Rest::Chunked(_)) && !payload.is_empty() {
         frame(&mut payload);
     }
     payload.prepend(&head);
-    let through = match rest {
-        Rest::Length(left) => pipe.length(payload, left).await,
-        Rest::Chunked(chunked) => pipe.chunked(payload, chunked).await,
+    let through = async {
+        pipe.write(payload).await?;
+        // What comes from here on is held piece by piece.
+        drop(lease);
+        match rest {
+            Rest::Length(left) => pipe.length(left).await,
+            Rest::Chunked(chunked) => pipe.chunked(chunked).await,
+        }
     };
-    match through {
+    match through.await {
         Ok(()) => Uploaded::Sent(None),
         Err(ended) => ended,
     }
@@ -249,8 +256,7 @@ struct Pipe<'a, 's, B: Backend, P: Backplane> {
 }
 
 impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
-    async fn length(&self, front: Chunk, mut left: u64) -> Result<(), Uploaded> {
-        self.write(front).await?;
+    async fn length(&self, mut left: u64) -> Result<(), Uploaded> {
         while left > 0 {
             let mut piece = self.read(0).await?;
             let count = usize::try_from(left).unwrap_or(usize::MAX).min(piece.len());
@@ -264,8 +270,7 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
     }
 
     /// The same payload in chunks of our own: nothing of the client's framing reaches the endpoint.
-    async fn chunked(&self, front: Chunk, mut chunked: Chunked) -> Result<(), Uploaded> {
-        self.write(front).await?;
+    async fn chunked(&self, mut chunked: Chunked) -> Result<(), Uploaded> {
         while !chunked.is_done() {
             let mut raw = self.read(SIZE_ROOM).await?;
             let (payload, used) = chunked.decode(raw.bytes_mut()).map_err(|_malformed| Uploaded::Malformed)?;

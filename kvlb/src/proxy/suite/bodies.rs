@@ -1,16 +1,20 @@
 //! Bodies of every size, read here or passed through.
 
 use std::io::Write;
+use std::sync::mpsc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::on_both_back_ends;
-use super::rig::{Endpoint, Rig, eventually, ok, pattern, post};
+use super::rig::{Endpoint, PATIENCE, Rig, eventually, ok, pattern, post};
 use crate::clock;
 use crate::proxy::Io;
 
 on_both_back_ends![
     a_body_beyond_the_rules_limit_goes_through_unread,
     a_body_beyond_the_memory_budget_goes_through_unread,
+    what_was_read_of_a_body_counts_until_it_has_gone_out,
     a_huge_body_goes_through_without_being_held,
     an_answer_may_come_before_the_body_has_gone_through,
     an_answer_may_come_before_a_whole_body_is_taken,
@@ -66,6 +70,48 @@ fn a_body_beyond_the_memory_budget_goes_through_unread(io: Io) {
     eventually("the budget is free again", || rig.counts.get("body bytes held") == 0);
     assert!(client.ask(&post(&pattern(150_000))).body == pattern(150_000));
     assert_eq!(rig.fake.bodies.lock().pop().unwrap().map(|body| body.len()), Ok(150_000));
+}
+
+fn what_was_read_of_a_body_counts_until_it_has_gone_out(io: Io) {
+    // More than the sockets on the way take in: most of it waits here while the endpoint does not read.
+    const READ: usize = 24 << 20;
+    const SIZE: usize = 32 << 20;
+    let body = vec![b'x'; SIZE];
+    let (go_on, wait) = mpsc::channel::<()>();
+    let wait = Mutex::new(wait);
+    let endpoint = Endpoint::start(move |wire, _| {
+        wait.lock().recv_timeout(PATIENCE).unwrap();
+        let request = wire.request().unwrap();
+        assert!(request.body.len() == SIZE && request.body.iter().all(|byte| *byte == b'x'));
+        wire.send(&ok(b"whole"));
+    });
+    for (request, why) in
+        [(in_chunks(&body), "too_large"), (in_chunks(&body), "over_memory"), (post(&body), "over_memory")]
+    {
+        let (inspect, budget) = if why == "too_large" { (READ, 1 << 30) } else { (1 << 30, READ) };
+        let rig = Rig::with(io, &[endpoint.address], |config| config.body_budget = budget);
+        *rig.fake.inspect.lock() = Some(inspect);
+        let mut client = rig.client();
+        let mut sender = client.stream.try_clone().unwrap();
+        let last = request.len() - 10;
+        std::thread::scope(|scope| {
+            let sent = scope.spawn(|| sender.write_all(&request[..last]).unwrap());
+            eventually("it goes through", || rig.fake.in_flight() == 1);
+            assert_eq!(rig.fake.bodies.lock().pop(), Some(Err(why)));
+            let ticks = rig.counts.get("ticks");
+            eventually("some ticks", || rig.counts.get("ticks") > ticks + 2);
+            let held = usize::try_from(rig.counts.get("body bytes held")).unwrap();
+            assert!((READ - (1 << 20)..=READ).contains(&held), "{held} of {READ} bytes are counted: {why}");
+            go_on.send(()).unwrap();
+            sent.join().unwrap();
+        });
+        eventually("it has gone out", || rig.counts.get("body bytes held") == 0);
+        assert_eq!(rig.fake.in_flight(), 1, "it still goes through");
+        client.send(&request[last..]);
+        assert_eq!(client.answer().body, b"whole");
+        drop((client, sender));
+        rig.settled();
+    }
 }
 
 fn a_huge_body_goes_through_without_being_held(io: Io) {

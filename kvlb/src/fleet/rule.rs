@@ -141,7 +141,8 @@ impl Default for BreakerRule {
 pub struct Limits {
     /// To connect to an endpoint. Default 500 ms, as LoxiLB's.
     pub connect: Duration,
-    /// Between two pieces of a request's body. Default 60 s.
+    /// Between two pieces of a request's body, and for all its pauses together, to which each 512 bytes add a second.
+    /// Default 60 s.
     pub request_body: Duration,
     /// From the request's end to the answer's first byte. Off by default: a prefill can take minutes.
     pub first_byte: Option<Duration>,

@@ -17,7 +17,7 @@ pub(super) enum Limit {
     Idle,
     /// For the rest of a head.
     Head,
-    /// Between two pieces of a body.
+    /// For the next piece of a body.
     Body,
     /// For an answer's first byte.
     FirstByte,

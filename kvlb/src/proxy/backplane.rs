@@ -173,7 +173,7 @@ pub enum Haste {
 pub struct Survey {
     /// Bodies of up to this many bytes are read before choosing; `None`: the body does not matter.
     pub inspect: Option<usize>,
-    /// The longest wait for the next piece of the body.
+    /// The longest wait for the next piece of the body, and for a slow one in all.
     pub body_limit: Duration,
     /// A client's FIN behind a complete request may not count as its leaving: what it is decided by will tell.
     pub client_half_close: bool,

@@ -12,6 +12,7 @@ use super::client::{Client, FRONT, Stop};
 use super::exchange::End;
 use super::http::{Chunked, Forward, Framing, Head, HeadScan, size_line};
 use super::io::{Backend, Stream};
+use super::pace::Pace;
 use super::upload::{Parcel, Passing, Rest, append_end};
 
 /// A request's body, as far as it is read before an endpoint is chosen.
@@ -76,25 +77,26 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     async fn read_length(&self, head: &Head, body: Chunk, length: u64, survey: &Survey) -> Result<Read, End> {
-        let pass = |payload: Chunk, lease, why| {
+        let mut pace = Pace::new(survey.body_limit, body.len());
+        let pass = |payload: Chunk, lease, pace, why| {
             let rest = Rest::Length(length - payload.len() as u64);
-            Ok(Read::Passing(Box::new(Passing { payload, lease, rest, limit: survey.body_limit }), why))
+            Ok(Read::Passing(Box::new(Passing { payload, lease, rest, pace }), why))
         };
         let (mut body, mut lease) = (body, self.lane().budget.lease());
-        let Some(max) = survey.inspect else { return pass(body, lease, Unseen::NotNeeded) };
+        let Some(max) = survey.inspect else { return pass(body, lease, pace, Unseen::NotNeeded) };
         let Some(length) = usize::try_from(length).ok().filter(|length| *length <= max) else {
-            return pass(body, lease, Unseen::TooLarge);
+            return pass(body, lease, pace, Unseen::TooLarge);
         };
         if !lease.hold(body.len()) {
-            return pass(body, lease, Unseen::OverMemory);
+            return pass(body, lease, pace, Unseen::OverMemory);
         }
         self.say_continue(head, &body).await?;
         body.reserve_total(length);
         while body.len() < length {
             if !lease.hold(length.min(body.len() + LARGE)) {
-                return pass(body, lease, Unseen::OverMemory);
+                return pass(body, lease, pace, Unseen::OverMemory);
             }
-            body = self.read_more(body, survey).await?;
+            body = self.read_more(body, &mut pace).await?;
         }
         self.carry_over(&body.bytes()[length..]);
         body.truncate(length);
@@ -102,7 +104,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     async fn read_chunked(&self, head: &Head, mut raw: Chunk, survey: &Survey) -> Result<Read, End> {
-        let mut chunked = Chunked::default();
+        let (mut chunked, mut pace) = (Chunked::default(), Pace::new(survey.body_limit, raw.len()));
         let mut lease = self.lane().budget.lease();
         let mut body =
             Chunk::with_room(FRONT + head.fields().bytes(), MEDIUM - FRONT - head.fields().bytes().min(MEDIUM / 2));
@@ -127,7 +129,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             body.append(raw.bytes());
             if let Some(why) = why {
                 let rest = Rest::Chunked(chunked);
-                let passing = Passing { payload: body, lease, rest, limit: survey.body_limit };
+                let passing = Passing { payload: body, lease, rest, pace };
                 return Ok(Read::Passing(Box::new(passing), why));
             }
             if chunked.is_done() {
@@ -139,7 +141,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
                 self.say_continue(head, &body).await?;
             }
             raw.clear(0);
-            raw = self.read_more(raw, survey).await?;
+            raw = self.read_more(raw, &mut pace).await?;
         }
     }
 
@@ -159,14 +161,16 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         }
     }
 
-    async fn read_more(&self, mut body: Chunk, survey: &Survey) -> Result<Chunk, End> {
+    async fn read_more(&self, mut body: Chunk, pace: &mut Pace) -> Result<Chunk, End> {
         if body.spare() == 0 {
             let larger = body.larger(LARGE);
             body = copy(body.bytes(), larger).await;
         }
-        self.alarm.set(Some((self.lane().now() + survey.body_limit, Limit::Body)));
+        let asked = self.lane().now();
+        self.alarm.set(Some((asked + pace.patience(), Limit::Body)));
         match self.wait(self.stream.read(body)).await? {
             (Ok(count), body) if count > 0 => {
+                pace.came(count, self.lane().now().saturating_duration_since(asked));
                 self.note(|record| record.request_bytes += count as u64);
                 Ok(body)
             }

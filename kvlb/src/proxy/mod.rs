@@ -28,6 +28,7 @@ mod io;
 mod lane;
 mod meter;
 mod models;
+mod pace;
 mod relay;
 mod ring;
 #[cfg(test)]

@@ -15,6 +15,7 @@ use super::client::{Client, Stop};
 use super::http::{Chunked, FINAL_CHUNK, Framing, size_line, with_fields};
 use super::io::{Backend, Stream};
 use super::meter::Direction;
+use super::pace::Pace;
 use crate::clock;
 
 /// Room in front of a piece for its size line: sixteen digits and CRLF.
@@ -164,8 +165,8 @@ pub(super) struct Passing {
     /// Its part of the body budget, until it has gone out.
     pub(super) lease: Lease,
     pub(super) rest: Rest,
-    /// The longest wait for the next piece.
-    pub(super) limit: Duration,
+    /// How it has come in so far.
+    pub(super) pace: Pace,
 }
 
 /// What is still to come of a body.
@@ -221,8 +222,8 @@ pub(super) async fn send_through<B: Backend, P: Backplane>(
     if !fields.is_empty() {
         head = with_fields(&head, &fields);
     }
-    let Passing { mut payload, lease, rest, limit } = *passing;
-    let pipe = Pipe { client, endpoint, limit };
+    let Passing { mut payload, lease, rest, pace } = *passing;
+    let mut pipe = Pipe { client, endpoint, pace };
     if matches!(rest, Rest::Chunked(_)) && !payload.is_empty() {
         frame(&mut payload);
     }
@@ -252,11 +253,11 @@ fn frame(payload: &mut Chunk) {
 struct Pipe<'a, 's, B: Backend, P: Backplane> {
     client: &'a Client<'s, B, P>,
     endpoint: Rc<B::Stream>,
-    limit: Duration,
+    pace: Pace,
 }
 
 impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
-    async fn length(&self, mut left: u64) -> Result<(), Uploaded> {
+    async fn length(&mut self, mut left: u64) -> Result<(), Uploaded> {
         while left > 0 {
             let mut piece = self.read(0).await?;
             let count = usize::try_from(left).unwrap_or(usize::MAX).min(piece.len());
@@ -270,7 +271,7 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
     }
 
     /// The same payload in chunks of our own: nothing of the client's framing reaches the endpoint.
-    async fn chunked(&self, mut chunked: Chunked) -> Result<(), Uploaded> {
+    async fn chunked(&mut self, mut chunked: Chunked) -> Result<(), Uploaded> {
         while !chunked.is_done() {
             let mut raw = self.read(SIZE_ROOM).await?;
             let (payload, used) = chunked.decode(raw.bytes_mut()).map_err(|_malformed| Uploaded::Malformed)?;
@@ -291,22 +292,25 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
     }
 
     /// The next piece of the body. No buffer is held while the client is silent.
-    async fn read(&self, front: usize) -> Result<Chunk, Uploaded> {
-        let stream = &self.client.stream;
+    async fn read(&mut self, front: usize) -> Result<Chunk, Uploaded> {
+        let (stream, asked) = (&self.client.stream, self.client.lane().now());
         let piece = async {
             poll_fn(|cx| stream.poll_readable(cx)).await;
             stream.read(Chunk::with_room(front, LARGE - MEDIUM)).await
         };
-        match tokio::time::timeout(self.limit, piece).await {
+        match tokio::time::timeout(self.pace.patience(), piece).await {
             Err(_elapsed) => Err(Uploaded::Stopped(Stop::TimedOut(Limit::Body))),
-            Ok((Ok(count), piece)) if count > 0 => Ok(piece),
+            Ok((Ok(count), piece)) if count > 0 => {
+                self.pace.came(count, self.client.lane().now().saturating_duration_since(asked));
+                Ok(piece)
+            }
             Ok(_end_or_error) => Err(Uploaded::Stopped(Stop::Left)),
         }
     }
 
     async fn write(&self, piece: Chunk) -> Result<(), Uploaded> {
         let bytes = piece.len() as u64;
-        match tokio::time::timeout(self.limit, self.endpoint.write_all(piece)).await {
+        match tokio::time::timeout(self.pace.limit(), self.endpoint.write_all(piece)).await {
             Err(_elapsed) => Err(Uploaded::Stopped(Stop::TimedOut(Limit::Pause))),
             Ok((Err(error), _piece)) => Err(stuck(None, &error)),
             Ok((Ok(()), _piece)) => {

@@ -122,7 +122,11 @@ pub(crate) const SERVICE: &[Field] = &[
     served("inactiveTimeOut", DAY_SECONDS, "seconds between two pieces of an answer; 0: 600"),
     served("timeoutMemberData", DAY_MILLIS, "the same in milliseconds"),
     served("timeoutMemberConnect", DAY_MILLIS, "milliseconds to connect to an endpoint; 0: 500"),
-    served("timeoutTcpInspect", DAY_MILLIS, "milliseconds between two pieces of a request's body; 0: 60000"),
+    served(
+        "timeoutTcpInspect",
+        DAY_MILLIS,
+        "milliseconds between two pieces of a request's body, and for all its pauses together, to which each 512 bytes add a second; 0: 60000",
+    ),
     served("timeoutFirstByte", DAY_MILLIS, "milliseconds from a request's end to the answer's first byte; 0: no limit"),
     served("max_stream_duration_sec", DAY_SECONDS, "seconds of a whole request; 0: no limit"),
     served("kvExactMode", Whole(0, 3), "0 off, 1 prefill/decode, 3 single pool; 2 is reserved"),

@@ -19,6 +19,7 @@ on_both_back_ends![
     a_busy_answer_passes_when_nobody_has_a_better_one,
     every_other_status_passes_at_once,
     each_limit_has_its_code,
+    a_body_that_comes_by_the_byte_is_not_waited_for,
     limits_cut_an_answer_that_stands_still,
     a_reader_that_stands_still_is_not_its_endpoint_s_fault,
     a_reused_connection_that_dies_late_is_not_asked_again,
@@ -247,6 +248,59 @@ fn each_limit_has_its_code(io: Io) {
     let mut silent = rig.client();
     assert_eq!(silent.rest(), b"");
     assert!((Duration::from_millis(140)..Duration::from_secs(2)).contains(&start.elapsed()), "{:?}", start.elapsed());
+    rig.settled();
+}
+
+fn a_body_that_comes_by_the_byte_is_not_waited_for(io: Io) {
+    let endpoint = Endpoint::start(|wire, _| {
+        while let Some(request) = wire.request() {
+            wire.send(&ok(request.body.len().to_string().as_bytes()));
+        }
+    });
+    let cut_off = Endpoint::start(|wire, _| drop(wire.rest()));
+    let rig = Rig::start(io, &[]);
+    rig.fake.limits.lock().request_body = Duration::from_millis(400);
+    let chunked = "Transfer-Encoding: chunked";
+    for inspect in [Some(1 << 20), None] {
+        *rig.fake.inspect.lock() = inspect;
+        *rig.fake.endpoints.lock() = vec![cut_off.address];
+        for (framing, piece) in [("Content-Length: 100000", "x"), (chunked, "1\r\nx\r\n")] {
+            let mut client = rig.client();
+            let begun = clock::now();
+            client.send(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n").as_bytes());
+            // Each comes well within the limit.
+            while begun.elapsed() < PATIENCE
+                && client.stream.write_all(piece.as_bytes()).is_ok()
+                && !client.has_answer()
+            {
+                std::thread::sleep(Duration::from_millis(40));
+            }
+            let took = begun.elapsed();
+            let answer = client.answer();
+            assert_eq!(
+                (answer.status(), answer.own_code().as_str()),
+                (408, "request_body_timeout"),
+                "{framing} {inspect:?}"
+            );
+            assert!(took > Duration::from_millis(390) && took < Duration::from_secs(3), "{took:?}");
+        }
+        // Slow, but not that slow: 10 KB/s, for longer than the limit.
+        *rig.fake.endpoints.lock() = vec![endpoint.address];
+        for (framing, piece) in
+            [("Content-Length: 12000", "x".repeat(400)), (chunked, format!("190\r\n{}\r\n", "x".repeat(400)))]
+        {
+            let mut client = rig.client();
+            client.send(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n").as_bytes());
+            for _ in 0..30 {
+                std::thread::sleep(Duration::from_millis(40));
+                client.send(piece.as_bytes());
+            }
+            if framing == chunked {
+                client.send(b"0\r\n\r\n");
+            }
+            assert_eq!(client.answer().body, b"12000", "{framing} {inspect:?}");
+        }
+    }
     rig.settled();
 }
 

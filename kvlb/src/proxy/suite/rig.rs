@@ -694,6 +694,14 @@ impl Wire {
         }
     }
 
+    /// Whether something has come that nobody has read.
+    pub(super) fn has_answer(&self) -> bool {
+        self.stream.set_nonblocking(true).unwrap();
+        let peeked = self.stream.peek(&mut [0]);
+        self.stream.set_nonblocking(false).unwrap();
+        peeked.is_ok()
+    }
+
     /// Everything up to the end of the connection.
     pub(super) fn rest(&mut self) -> Vec<u8> {
         while self.fill() {}

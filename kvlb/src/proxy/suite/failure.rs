@@ -17,6 +17,7 @@ on_both_back_ends![
     a_request_that_may_have_started_is_never_sent_again,
     a_busy_endpoint_is_passed_over_once,
     a_busy_answer_passes_when_nobody_has_a_better_one,
+    a_busy_answer_comes_whole_also_when_its_body_comes_late,
     every_other_status_passes_at_once,
     each_limit_has_its_code,
     a_body_that_comes_by_the_byte_is_not_waited_for,
@@ -199,6 +200,58 @@ fn a_busy_answer_passes_when_nobody_has_a_better_one(io: Io) {
     rig.fake.retries_left.store(10, Ordering::SeqCst);
     *rig.fake.inspect.lock() = None;
     assert_eq!(client.ask(&post(&vec![b'x'; 100_000])).status(), 503, "a body that went through cannot go again");
+}
+
+fn a_busy_answer_comes_whole_also_when_its_body_comes_late(io: Io) {
+    let heads = ["content-length: 12\r\n", "transfer-encoding: chunked\r\n", "connection: close\r\n"];
+    let late = |status: u16| {
+        Endpoint::start(move |wire, number| {
+            while let Some(_request) = wire.request() {
+                let framing = heads[number % heads.len()];
+                wire.send(format!("HTTP/1.1 {status} Busy\r\nretry-after: 7\r\n{framing}\r\n").as_bytes());
+                std::thread::sleep(Duration::from_secs(1));
+                let in_chunks = framing.starts_with("transfer");
+                for piece in ["busy", " and", " so "] {
+                    let chunk = format!("4\r\n{piece}\r\n");
+                    // Nobody wants it where another's answer came.
+                    if wire.stream.write_all(if in_chunks { chunk.as_bytes() } else { piece.as_bytes() }).is_err() {
+                        return;
+                    }
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                let end = if in_chunks { &b"0\r\n\r\n"[..] } else { b"" };
+                if wire.stream.write_all(end).is_err() || framing.starts_with("connection") {
+                    return;
+                }
+            }
+        })
+    };
+    let (first, second) = (late(503), late(429));
+    let dying = Endpoint::start(|wire, _| {
+        wire.request();
+        // The body that is kept comes and ends meanwhile.
+        std::thread::sleep(Duration::from_millis(1500));
+    });
+    let rig = Rig::start(io, &[]);
+    for (endpoints, status) in [
+        (vec![first.address], 503),
+        (vec![first.address, Endpoint::refusing()], 503),
+        (vec![first.address, dying.address], 503),
+        (vec![first.address, second.address], 429),
+    ] {
+        *rig.fake.endpoints.lock() = endpoints;
+        let clients = heads.map(|_| {
+            let mut client = rig.client();
+            client.send(&post(b"{}"));
+            client
+        });
+        for mut client in clients {
+            let answer = client.answer();
+            assert_eq!((answer.status(), answer.field("retry-after")), (status, Some("7")));
+            assert_eq!(answer.body, b"busy and so ", "{}", answer.head);
+        }
+    }
+    rig.settled();
 }
 
 fn every_other_status_passes_at_once(io: Io) {

@@ -7,6 +7,8 @@ use serde::Deserialize;
 use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
+use super::Glimpse;
+use super::backwards::{Backwards, Token};
 use super::json::Json;
 use super::miss::{BadBody, Miss, Unsupported};
 
@@ -84,9 +86,7 @@ impl<'a> Fields<'a> {
 
     /// Takes the fields of `body`, the long ones read if `read`; what was taken before an error stays.
     fn fill(&mut self, body: &'a [u8], read: bool) -> Result<(), BadBody> {
-        // Python's `json.loads` of bytes accepts a byte order mark.
-        let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
-        let mut reader = serde_json::Deserializer::from_slice(body);
+        let mut reader = serde_json::Deserializer::from_slice(without_mark(body));
         match reader.deserialize_map(Filling { fields: self, read }).and_then(|()| reader.end()) {
             Ok(()) => Ok(()),
             Err(error) if error.is_data() => Err(BadBody::NotObject),
@@ -188,11 +188,90 @@ struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// The `model` of a JSON object; also of one that breaks off after it.
 pub(super) fn model(body: &[u8]) -> Option<String> {
-    let mut fields = Fields::default();
-    match fields.fill(body, false) {
-        Ok(()) | Err(BadBody::NotJson) => text(fields.model),
-        Err(BadBody::NotObject) => None,
+    text(Seeking::read(body).model)
+}
+
+/// The `model` of a JSON object, by its first and last `reach` bytes.
+pub(super) fn glimpse_model(body: &[u8], reach: usize) -> Glimpse {
+    if let Some(value) = last_member(&body[body.len() - reach..], "model") {
+        return Glimpse::Model(serde_json::from_slice(value).ok());
     }
+    match Seeking::read(&body[..reach]) {
+        Seeking { model: Some(model), .. } => Glimpse::Model(text(Some(model))),
+        Seeking { is_within: true, .. } => Glimpse::Endless,
+        Seeking { .. } => Glimpse::OutOfReach,
+    }
+}
+
+/// The value of the last member with this key, of the JSON object that `text` ends with; its beginning may be missing.
+fn last_member<'a>(text: &'a [u8], key: &str) -> Option<&'a [u8]> {
+    let text = text.trim_ascii_end();
+    let mut tokens = Backwards::new(text);
+    let (mut depth, mut end) = (0_usize, text.len().checked_sub(1)?);
+    if text[end] != b'}' {
+        return None;
+    }
+    while let Some(token) = tokens.next() {
+        match token {
+            Token::Close => depth += 1,
+            Token::Open if depth == 1 => return None,
+            Token::Open => depth -= 1,
+            Token::Comma if depth == 1 => end = tokens.at(),
+            Token::Colon if depth == 1 => {
+                let (value, quote) = (&text[tokens.at() + 1..end], tokens.at());
+                let Some(Token::Text(_)) = tokens.next() else { return None };
+                let name = serde_json::from_slice::<Key<'_>>(&text[tokens.at()..quote]);
+                if name.is_ok_and(|name| name.0 == key) {
+                    return Some(value);
+                }
+            }
+            Token::Comma | Token::Colon | Token::Text(_) | Token::Plain => {}
+        }
+    }
+    None
+}
+
+/// A look for the model alone.
+#[derive(Debug, Default)]
+struct Seeking<'a> {
+    model: Field<'a>,
+    /// The body broke off within the model's value.
+    is_within: bool,
+}
+
+impl<'a> Seeking<'a> {
+    fn read(body: &'a [u8]) -> Self {
+        let mut seeking = Self::default();
+        let read = serde_json::Deserializer::from_slice(without_mark(body)).deserialize_map(&mut seeking);
+        seeking.is_within &= read.is_err_and(|error| error.is_eof());
+        seeking
+    }
+}
+
+impl<'a> Visitor<'a> for &mut Seeking<'a> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'a>>(self, mut entries: A) -> Result<(), A::Error> {
+        while let Some(key) = entries.next_key::<Key<'a>>()? {
+            self.is_within = key.0 == "model";
+            if self.is_within {
+                self.model = Some(entries.next_value::<&'a RawValue>()?).filter(|value| value.get() != "null");
+                self.is_within = false;
+            } else {
+                let IgnoredAny = entries.next_value()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Python's `json.loads` of bytes accepts a byte order mark.
+fn without_mark(body: &[u8]) -> &[u8] {
+    body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
 }
 
 /// The value of a long field.
@@ -252,6 +331,34 @@ mod tests {
         let unreadable = Fields::read(br#"{"messages": ["\ud800"], "model": "m"}"#).unwrap();
         assert!(long(unreadable.messages.unwrap()).is_err() && text(unreadable.model) == Some("m".into()));
         assert!(Fields::read(br#"{"messages": [], "messages": null}"#).unwrap().messages.is_none());
+    }
+
+    #[test]
+    fn a_model_is_glimpsed_at_either_end_of_a_long_body() {
+        let long = format!("\"{}\"", r#"\\\"model\": 7, {["#.repeat(40));
+        let named = |model: &str| Glimpse::Model(Some(model.to_owned()));
+        let far = Glimpse::OutOfReach;
+        for (body, expected) in [
+            (format!(r#"{{"model": "m", "prompt": {long}}}"#), named("m")),
+            (format!(r#"{{"prompt": {long}, "model": "m"}} "#), named("m")),
+            (
+                format!(r#"{{"prompt": {long}, "mod\u0065l" : "m\u00e9" , "x": {{"model": [1, {{"a": "]"}}]}}}}"#),
+                named("m\u{e9}"),
+            ),
+            (format!(r#"{{"model": "first", "prompt": {long}, "model": "last"}}"#), named("last")),
+            (format!(r#"{{"model": "first", "prompt": {long}, "x": {{"model": "within"}}}}"#), named("first")),
+            (format!(r#"{{"prompt": {long}, "model": "m", "x": {long}}}"#), far.clone()),
+            (format!(r#"{{"prompt": [{{"model": "m"}}], "x": {long}}}"#), far.clone()),
+            (format!(r#"{{"prompt": {long}, "model": 7}}"#), Glimpse::Model(None)),
+            (format!(r#"{{"prompt": {long}, "model": null}}"#), Glimpse::Model(None)),
+            (format!(r#"{{"model": "m", "prompt": {long}"#), named("m")),
+            (format!(r#"{{"model": {long}, "prompt": "a"}}"#), Glimpse::Endless),
+            (format!(r#"{{"prompt": "a", "model": {long}}}"#), Glimpse::Endless),
+            (format!(r#"["model", {long}]"#), far.clone()),
+            (format!(r#"{{"prompt": {}1{}}}"#, "[".repeat(500), "]".repeat(500)), far.clone()),
+        ] {
+            assert_eq!(glimpse_model(body.as_bytes(), 100), expected, "{body}");
+        }
     }
 
     #[test]

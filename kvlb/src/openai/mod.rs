@@ -4,6 +4,7 @@
 //! request: what an engine may accept and this room cannot read exactly is a [`Miss`], and the request is forwarded
 //! unchanged. It never touches sockets, files, the clock or the environment, and no body can make it panic.
 
+mod backwards;
 mod body;
 mod chat;
 mod json;
@@ -14,6 +15,7 @@ mod responses;
 
 use serde_json::value::RawValue;
 
+pub(crate) use backwards::{Backwards, Token};
 pub use json::Json;
 pub(crate) use json::{plain_float, write_all};
 pub use miss::{BadBody, Miss, NoText, Unsupported};
@@ -75,6 +77,30 @@ pub fn kind(path: &str) -> Kind {
 /// The model that a request names: the header, else the body's `model`, whatever the path is.
 pub fn model(request: &Request<'_>) -> Option<String> {
     header_model(request).or_else(|| body::model(request.body).filter(|model| !model.is_empty()))
+}
+
+/// What is known of a request's model by a look at its body's two ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Glimpse {
+    /// What [`model`] says.
+    Model(Option<String>),
+    /// The model's name goes on beyond what was looked at: it is nobody's.
+    Endless,
+    /// It is not named at either end.
+    OutOfReach,
+}
+
+/// The model that a request names, as far as the first and the last `reach` bytes of its body tell: for whoever has no time to
+/// read all of it. Where a key is written twice and `model` is found at the end, the last one counts, as in [`model`]; one at
+/// the beginning may be overruled by one in the middle.
+pub fn glimpse_model(request: &Request<'_>, reach: usize) -> Glimpse {
+    if request.body.len() <= reach.saturating_mul(2) || header_model(request).is_some() {
+        return Glimpse::Model(model(request));
+    }
+    match body::glimpse_model(request.body, reach) {
+        Glimpse::Model(model) => Glimpse::Model(model.filter(|model| !model.is_empty())),
+        other => other,
+    }
 }
 
 /// What the choice reads of a request.

@@ -36,6 +36,31 @@ fn a_path_means_the_same_with_and_without_slashes_around_it() {
     assert_eq!(kind(""), Kind::Other);
 }
 
+proptest! {
+    /// Where both ends together are the whole, or the model is near one of them, a glimpse says what all of it says.
+    #[test]
+    fn a_glimpse_never_says_another_model(
+        front in 0..60_usize, middle in "[a-z\\\\\"{}:,]{0,400}", back in 0..60_usize, reach in 1..200_usize, order in 0..3_usize,
+    ) {
+        let members = [
+            format!("\"a\": {}", serde_json::json!(" ".repeat(front))),
+            format!("\"prompt\": {}", serde_json::json!({"model": [middle]})),
+            format!("\"z\": {}", serde_json::json!("x".repeat(back))),
+        ];
+        let mut members = members.to_vec();
+        members.insert(order, "\"model\": \"m\"".to_owned());
+        let body = format!("{{{}}}", members.join(", "));
+        let request = post("/v1/completions", body.as_bytes());
+        prop_assert_eq!(model(&request), Some("m".to_owned()));
+        let glimpse = glimpse_model(&request, reach);
+        let is_right = match &glimpse {
+            Glimpse::Model(model) => model.as_deref() == Some("m"),
+            Glimpse::Endless | Glimpse::OutOfReach => body.len() > 2 * reach,
+        };
+        prop_assert!(is_right, "{:?} of {}", glimpse, body);
+    }
+}
+
 #[test]
 fn a_prompt_has_four_forms_and_text_is_not_tokens() {
     let inputs = |prompt: &str| completion(&format!(r#"{{"model": "m", "prompt": {prompt}}}"#)).unwrap().inputs;

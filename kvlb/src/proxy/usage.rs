@@ -8,6 +8,7 @@
 use serde::Deserialize;
 
 use super::http::Medium;
+use crate::openai::{Backwards, Token};
 
 /// Bytes kept of an answer's end. The largest seen usage (of `/v1/responses`) begins 700 bytes before it.
 const TAIL: usize = 4 << 10;
@@ -177,7 +178,7 @@ fn find(text: &[u8]) -> Option<Found> {
     if text.last() != Some(&b'}') {
         return None;
     }
-    let mut tokens = Backwards { text, at: text.len() };
+    let mut tokens = Backwards::new(text);
     // Where the member under way ends, for the outermost object and those within it.
     let (mut depth, mut ends) = (0, [0; 3]);
     let (mut inner, mut completes) = (None, false);
@@ -187,7 +188,7 @@ fn find(text: &[u8]) -> Option<Found> {
             Token::Open if depth == 1 => return None,
             Token::Open => depth -= 1,
             Token::Colon if depth < ends.len() => {
-                let value = &text[tokens.at + 1..ends[depth]];
+                let value = &text[tokens.at() + 1..ends[depth]];
                 let Some(Token::Text(key)) = tokens.next() else { break };
                 match (depth, key) {
                     (1, b"usage") if is_object(value) => return found(Owner::Outermost, value),
@@ -203,7 +204,7 @@ fn find(text: &[u8]) -> Option<Found> {
             Token::Comma | Token::Colon | Token::Text(_) | Token::Plain => {}
         }
         if let (Token::Close | Token::Comma, Some(end)) = (token, ends.get_mut(depth)) {
-            *end = tokens.at;
+            *end = tokens.at();
         }
     }
     // The name of what holds it is cut off, but such an event holds nothing else that could.
@@ -220,71 +221,6 @@ fn is_object(value: &[u8]) -> bool {
 
 fn completes_a_response(kind: &[u8]) -> bool {
     matches!(kind.trim_ascii(), br#""response.completed""# | br#""response.incomplete""#)
-}
-
-/// A piece of JSON.
-#[derive(Clone, Copy, Debug)]
-enum Token<'a> {
-    Open,
-    Close,
-    Comma,
-    Colon,
-    /// What stands between two quotes, escapes and all.
-    Text(&'a [u8]),
-    /// A number, `true`, `false`, `null`.
-    Plain,
-}
-
-/// Reads JSON from its end to its beginning, or to the first piece whose beginning is missing.
-struct Backwards<'a> {
-    text: &'a [u8],
-    /// Bytes that are still to be read.
-    at: usize,
-}
-
-impl<'a> Iterator for Backwards<'a> {
-    type Item = Token<'a>;
-
-    fn next(&mut self) -> Option<Token<'a>> {
-        let rest = self.text[..self.at].trim_ascii_end();
-        self.at = rest.len().checked_sub(1)?;
-        match rest[self.at] {
-            b'{' | b'[' => Some(Token::Open),
-            b'}' | b']' => Some(Token::Close),
-            b',' => Some(Token::Comma),
-            b':' => Some(Token::Colon),
-            b'"' => self.string(),
-            byte if is_plain(byte) => {
-                self.at = rest.iter().rposition(|byte| !is_plain(*byte))? + 1;
-                Some(Token::Plain)
-            }
-            _ => None,
-        }
-    }
-}
-
-impl<'a> Backwards<'a> {
-    /// The string whose closing quote is at `at`. A quote within it is escaped: an odd number of backslashes stands before
-    /// it, and none before the opening one, since nothing outside of strings has any.
-    fn string(&mut self) -> Option<Token<'a>> {
-        let closing = self.at;
-        loop {
-            let quote = self.text[..self.at].iter().rposition(|byte| *byte == b'"')?;
-            let backslashes = self.text[..quote].iter().rev().take_while(|byte| **byte == b'\\').count();
-            self.at = quote;
-            if backslashes == quote {
-                // What stands before is missing: this could be either.
-                return None;
-            }
-            if backslashes % 2 == 0 {
-                return Some(Token::Text(&self.text[quote + 1..closing]));
-            }
-        }
-    }
-}
-
-fn is_plain(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.')
 }
 
 #[cfg(test)]

@@ -277,6 +277,39 @@ async fn a_body_beyond_what_is_read_streams_through_and_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_haste_the_model_is_looked_for_at_both_ends_of_a_body() {
+    let hasty = |config: kvlb_tests::harness::kvlb::KvlbConfig| config.env("KVLB_DECISION_BUDGET_MS", "1");
+    let stage = Stage::with(1, json!({"model_name": MODEL}), hasty, |engine| engine).await;
+    let (prompt, model) = (r#""prompt": "a", "max_tokens": 1"#, format!(r#""model": "{MODEL}""#));
+    let long = format!(r#""x": "{}""#, "x".repeat(8 << 20));
+    let nobody = r#""model": "nobody""#;
+    for (name, fields, served, reason) in [
+        ("front", [model.as_str(), prompt, &long], true, "budget"),
+        ("back", [long.as_str(), prompt, &model], true, "budget"),
+        ("nobody's, in front", [nobody, prompt, &long], false, ""),
+        ("nobody's, behind", [prompt, &long, nobody], false, ""),
+        ("between", [long.as_str(), &model, &long], true, "out_of_reach"),
+        ("nobody's, between", [long.as_str(), nobody, &long], true, "out_of_reach"),
+    ] {
+        let body = format!("{{{}}}", fields.join(", "));
+        let answer =
+            exchange(stage.vip(), &post(COMPLETIONS, &[("X-Request-Id", name)], body.as_bytes())).await.unwrap();
+        if served {
+            assert_passed(&stage, name, name, body.as_bytes(), &answer);
+            let why = answer.head.header("x-kvlb-reason").unwrap_or_default();
+            assert!(why.contains(reason), "{name}: {why}");
+        } else {
+            assert_eq!(
+                (answer.head.status, answer.head.header("x-kvlb-error")),
+                (404, Some("model_not_found")),
+                "{name}"
+            );
+        }
+    }
+    stage.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn where_models_decide_a_model_that_nobody_serves_gets_a_short_404() {
     let stage = Stage::set(1, json!({"model_name": MODEL})).await;
     let megabytes = json!({"model": "\u{1}".repeat(2_000_000), "prompt": "a"}).to_string();

@@ -357,6 +357,20 @@ impl Default for Shape {
     }
 }
 
+/// How an endpoint failed.
+#[derive(Clone, Copy, Debug)]
+enum Failed {
+    /// It took no connection.
+    Connect,
+    /// It did not answer, or said that it failed: the status that the client gets.
+    Answer(u16),
+    /// Its answer broke off midway.
+    BrokeOff,
+}
+
+/// In the place of a status, for requests whose answers break off.
+const NO_STATUS: u16 = 0;
+
 /// One request on its way.
 #[derive(Debug)]
 pub(super) struct Errand {
@@ -434,7 +448,7 @@ impl Call for Errand {
             Event::ConnectFailed { position, failure } => {
                 let endpoint = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
                 tracing::debug!(endpoint, cause = failure.label(), "endpoint did not take the connection");
-                self.failed(position, None);
+                self.failed(position, Failed::Connect);
             }
             Event::Answered { position, status, waited } => {
                 // An endpoint that was too busy answers after all when nobody else does.
@@ -458,6 +472,7 @@ impl Call for Errand {
             Event::Finished { position, bytes, usage } => {
                 self.answered();
                 if let Some(endpoint) = self.service.endpoints.get(position) {
+                    endpoint.meters.breaker.completed();
                     endpoint.meters.add_bytes(bytes);
                 }
                 self.settle();
@@ -473,7 +488,7 @@ impl Call for Errand {
                 );
             }
             Event::Died { position, status } | Event::TimedOut { position, status: Some(status) } => {
-                self.failed(position, Some(status));
+                self.failed(position, Failed::Answer(status));
                 self.count_class(status);
                 self.settle();
             }
@@ -481,10 +496,12 @@ impl Call for Errand {
                 self.count_class(status);
                 self.settle();
             }
-            Event::BrokeOff { .. }
-            | Event::TimedOut { status: None, .. }
-            | Event::ClientLeft { .. }
-            | Event::CutOff { .. } => self.settle(),
+            Event::BrokeOff { position } => {
+                self.failed(position, Failed::BrokeOff);
+                self.settle();
+            }
+            // An answer that is cut by a limit may have gone on well until then.
+            Event::TimedOut { status: None, .. } | Event::ClientLeft { .. } | Event::CutOff { .. } => self.settle(),
         }
     }
 
@@ -551,7 +568,7 @@ impl Errand {
     fn judge(&self, position: usize, status: u16) {
         match status {
             429 | 501 | 503 => {}
-            500.. => self.failed(position, Some(status)),
+            500.. => self.failed(position, Failed::Answer(status)),
             _ => {
                 if let Some(endpoint) = self.service.endpoints.get(position)
                     && endpoint.meters.breaker.succeeded(clock::now).is_some()
@@ -566,19 +583,28 @@ impl Errand {
         }
     }
 
-    /// Holds a failure against an endpoint: an answer, by the status that the client gets, or a connect.
-    fn failed(&self, position: usize, status: Option<u16>) {
+    /// Holds a failure against an endpoint.
+    fn failed(&self, position: usize, failed: Failed) {
         let (Some(rule), Some(endpoint)) = (&self.service.rule().breaker, self.service.endpoints.get(position)) else {
             return;
         };
-        let (now, cause) = (clock::now(), if status.is_some() { Cause::Answer } else { Cause::Connect });
-        if let Some(status) = status
+        let (now, breaker) = (clock::now(), &endpoint.meters.breaker);
+        let (cause, alike) = match failed {
+            Failed::Connect => (Cause::Connect, None),
+            Failed::Answer(status) => (Cause::Answer, Some(status)),
+            Failed::BrokeOff => (Cause::BrokeOff, Some(NO_STATUS)),
+        };
+        if let Some(status) = alike
             && let Some(request) = self.fingerprint()
             && !self.service.failures.is_the_endpoint_s(request, status, position, now)
         {
             return;
         }
-        if endpoint.meters.breaker.failed(cause, rule, now).is_none() {
+        let change = match failed {
+            Failed::BrokeOff => breaker.broke_off(self.began, rule, now),
+            Failed::Connect | Failed::Answer(_) => breaker.failed(cause, rule, now),
+        };
+        if change.is_none() {
             return;
         }
         let (service, ep_idx) = (self.service.rule().id.to_string(), position.to_string());

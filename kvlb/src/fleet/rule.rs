@@ -124,7 +124,8 @@ impl Rule {
 pub struct BreakerRule {
     /// Failed connects in a row; 0: they do not open it.
     pub connects: u32,
-    /// Answers in a row that say that the server failed, or none at all; 0: they do not open it.
+    /// Answers in a row that say that the server failed, or none at all; as many in a row that break off midway; 0: they do
+    /// not open it.
     pub answers: u32,
     /// How long it stays open before a few requests try.
     pub open: Duration,

@@ -1,8 +1,8 @@
 //! The circuit breaker of one endpoint: after failures in a row it gets no traffic for a while, then a few trials.
 //!
-//! What it counts is what the proxy sees: connects that fail, and answers that say that the server failed. A sound answer
-//! forgets both. It is read for every choice and written for every answer, so a breaker that is closed and has nothing to
-//! forget costs two loads.
+//! What it counts is what the proxy sees: connects that fail, answers that say that the server failed, and answers that break
+//! off midway. A sound answer's head forgets the first two, and only its end the last, which begin soundly too. It is read for
+//! every choice and written for every answer, so a breaker that is closed and has nothing to forget costs three loads.
 //!
 //! Source of the defaults: LoxiLB (five connects in a row, or three answers, open it for 30 s; two of three trials close
 //! it).
@@ -24,6 +24,8 @@ pub enum Cause {
     Connect,
     /// Answers said that the server failed, or there was none.
     Answer,
+    /// Answers broke off midway.
+    BrokeOff,
 }
 
 impl Cause {
@@ -32,6 +34,7 @@ impl Cause {
         match self {
             Self::Connect => "connect",
             Self::Answer => "answer",
+            Self::BrokeOff => "broken_off",
         }
     }
 }
@@ -52,6 +55,9 @@ pub struct Breaker {
     /// Failures in a row.
     connects: AtomicU32,
     answers: AtomicU32,
+    broken_off: AtomicU32,
+    /// When an answer broke off that counted last, in milliseconds from `start`; 0: none did.
+    broke_off_at: AtomicU64,
     /// Until when it is open, in milliseconds from `start`; 0: it is closed.
     until: AtomicU64,
     by_connects: AtomicBool,
@@ -66,6 +72,8 @@ impl Breaker {
             start: now,
             connects: AtomicU32::new(0),
             answers: AtomicU32::new(0),
+            broken_off: AtomicU32::new(0),
+            broke_off_at: AtomicU64::new(0),
             until: AtomicU64::new(0),
             by_connects: AtomicBool::new(false),
             trials: AtomicU32::new(0),
@@ -103,6 +111,7 @@ impl Breaker {
         let (count, most) = match cause {
             Cause::Connect => (&self.connects, rule.connects),
             Cause::Answer => (&self.answers, rule.answers),
+            Cause::BrokeOff => (&self.broken_off, rule.answers),
         };
         let until = self.until.load(Ordering::Acquire);
         let tried = until != 0 && self.millis(now) >= until;
@@ -122,7 +131,27 @@ impl Breaker {
         Some(Change::Opened(cause))
     }
 
-    /// An answer was sound.
+    /// An answer to a request of `asked` broke off midway. Those that were under way when another one did count with it: an
+    /// engine that is killed in full flight has failed once, one that dies under each answer again and again.
+    pub fn broke_off(&self, asked: Instant, rule: &BreakerRule, now: Instant) -> Option<Change> {
+        let last = self.broke_off_at.load(Ordering::Relaxed);
+        if self.millis(asked) < last {
+            return None;
+        }
+        let at = self.millis(now).max(1);
+        // Of those who see it at once, one counts.
+        self.broke_off_at.compare_exchange(last, at, Ordering::Relaxed, Ordering::Relaxed).ok()?;
+        self.failed(Cause::BrokeOff, rule, now)
+    }
+
+    /// An answer came to its end.
+    pub fn completed(&self) {
+        if self.broken_off.load(Ordering::Relaxed) != 0 {
+            self.broken_off.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// The head of an answer was sound.
     pub fn succeeded(&self, now: impl FnOnce() -> Instant) -> Option<Change> {
         for count in [&self.connects, &self.answers] {
             if count.load(Ordering::Relaxed) != 0 {
@@ -225,6 +254,36 @@ mod tests {
         assert_eq!(breaker.word(|| now), Word::Closed);
         let off = BreakerRule { answers: 0, ..RULE };
         assert!((0..20).all(|_| breaker.failed(Cause::Answer, &off, now).is_none()));
+    }
+
+    #[test]
+    fn answers_that_break_off_one_after_the_other_open_it_and_those_that_do_together_count_once() {
+        let start = clock::now();
+        let at = |millis| start + Duration::from_millis(millis);
+        let breaker = Breaker::new(start);
+        // Killed in full flight, twice.
+        for life in [1000, 2000] {
+            for stream in 0..50 {
+                assert_eq!(breaker.broke_off(at(life - 900 + stream), &RULE, at(life + stream % 7)), None);
+            }
+        }
+        assert_eq!(breaker.succeeded(|| at(2500)), None, "a sound head says nothing of the end");
+        assert_eq!(breaker.broke_off(at(2500), &RULE, at(3000)), Some(Change::Opened(Cause::BrokeOff)));
+        assert_eq!(breaker.word(|| at(3000)), Word::Open);
+        // Sound heads close it, and the next answer that breaks off opens it again, until one is whole.
+        let tried = 3000 + 30_000;
+        assert_eq!(breaker.succeeded(|| at(tried)), None);
+        assert_eq!(breaker.succeeded(|| at(tried)), Some(Change::Closed));
+        assert_eq!(breaker.broke_off(at(tried), &RULE, at(tried + 5)), Some(Change::Opened(Cause::BrokeOff)));
+        breaker.completed();
+        let tried = tried + 5 + 30_000;
+        assert!(breaker.succeeded(|| at(tried)).is_none() && breaker.succeeded(|| at(tried)).is_some());
+        for number in [1, 2] {
+            assert_eq!(breaker.broke_off(at(tried + 10 * number), &RULE, at(tried + 10 * number + 5)), None);
+            breaker.completed();
+        }
+        let off = BreakerRule { answers: 0, ..RULE };
+        assert!((100..200).all(|n| breaker.broke_off(at(tried + 10 * n), &off, at(tried + 10 * n + 5)).is_none()));
     }
 
     #[test]

@@ -175,7 +175,7 @@ pub(crate) const SERVICE: &[Field] = &[
     served(
         "cb_answer_failures",
         Whole(0, 1000),
-        "answers in a row of 500 and above (not 501, 503), or none at all, that open it; 0: none; 3 unless said",
+        "answers in a row of 500 and above (not 501, 503), or none at all, that open it, or as many in a row that break off midway (those that do so together count once); 0: none; 3 unless said",
     ),
     served("cb_open_sec", Whole(1, 86_400), "seconds without traffic before three requests try; 30 unless said"),
     not_yet("noEndpoint", Text, "the answer is 503"),

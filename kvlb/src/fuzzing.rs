@@ -6,7 +6,7 @@
 use serde::de::IgnoredAny;
 
 use crate::contract::events::{Event, decode, time};
-use crate::openai::{Request, model, parse};
+use crate::openai::{Glimpse, Request, glimpse_model, model, parse};
 use crate::proxy;
 
 const PATHS: [&str; 6] = [
@@ -39,6 +39,11 @@ pub fn body(bytes: &[u8]) {
     let path = PATHS[usize::from(*path) % PATHS.len()];
     let request = Request { method: "POST", path, model_header: None, body };
     let named = model(&request);
+    assert_eq!(glimpse_model(&request, body.len()), Glimpse::Model(named.clone()), "a look at all of it");
+    // At its ends only, it may be overruled by what stands between; whether it makes sense of them is what is tried here.
+    if let Glimpse::Model(Some(glimpsed)) = glimpse_model(&request, body.len() / 3) {
+        assert!(!glimpsed.is_empty(), "a model without a name");
+    }
     let Ok(prompt) = parse(&request) else { return };
     let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
     let is_json = serde_json::from_slice::<IgnoredAny>(body).is_ok();
@@ -65,6 +70,17 @@ pub fn events(bytes: &[u8]) {
 mod tests {
     use std::path::Path;
 
+    /// What `cargo xtask fuzz --coverage` wants to be run besides.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a test is no part of the daemon, whose environment only config reads"
+    )]
+    fn more(name: &str) -> Vec<std::path::PathBuf> {
+        let folder = std::env::var_os("KVLB_FUZZ_MORE").map(|folder| Path::new(&folder).join(name));
+        let entries = folder.and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten();
+        entries.map(|entry| entry.unwrap().path()).collect()
+    }
+
     #[test]
     fn what_was_found_holds() {
         type Target = fn(&[u8]);
@@ -73,7 +89,7 @@ mod tests {
             let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(name);
             let files: Vec<_> = std::fs::read_dir(&corpus).unwrap().map(|entry| entry.unwrap().path()).collect();
             assert!(files.len() > 10, "no corpus in {}", corpus.display());
-            for file in files {
+            for file in files.into_iter().chain(more(name)) {
                 target(&std::fs::read(file).unwrap());
             }
         }

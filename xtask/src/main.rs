@@ -6,6 +6,7 @@ mod api;
 mod bench;
 mod chaos;
 mod clients;
+mod coverage;
 mod demo;
 mod ebpf;
 mod fuzz;

@@ -5,6 +5,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 
 use super::http::{ChunkError, Chunked, FIELDS_MAX, Forward, Framing, Head, HeadScan, Refusal};
+use super::trace::{Ids, Trace};
 
 /// The head of a request, after a byte that says how its pieces are cut.
 ///
@@ -17,10 +18,12 @@ pub(crate) fn head(bytes: &[u8]) {
     match (&whole, &pieces) {
         (Ok(Some((head, length))), Ok(Some((other, other_length)))) => {
             assert_eq!((length, head.method(), head.target()), (other_length, other.method(), other.target()));
+            read(head);
             forwarded(head);
         }
         // What lies behind a head may be refused with it, or be the next one's.
-        (Ok(None), Ok(None)) | (Err(_), _) => {}
+        (Err(refusal), _) => refused(*refusal),
+        (Ok(None), Ok(None)) => {}
         _ => panic!("whole {whole:?}, in pieces {pieces:?}"),
     }
 }
@@ -34,6 +37,29 @@ fn in_pieces(bytes: &[u8], step: usize) -> Result<Option<(Head, usize)>, Refusal
         }
     }
     Ok(None)
+}
+
+/// A refusal is an error of the client's, or says that we lack something, and has words for it.
+fn refused(refusal: Refusal) {
+    assert!(matches!(refusal.status(), 400..=431 | 501 | 505), "{refusal:?}");
+    assert!(!refusal.code().is_empty() && refusal.code().bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_'));
+    assert!(!refusal.to_string().is_empty());
+}
+
+/// What is read of a head belongs to it.
+fn read(head: &Head) {
+    assert!(head.path().starts_with('/') || head.path() == "*", "{:?}", head.path());
+    assert!(head.origin_target().starts_with(head.path()) || head.origin_target().starts_with('?'));
+    assert_eq!(head.is_head(), head.method() == "HEAD");
+    assert!(!(head.is_http_1_0() && head.expects_continue()), "HTTP/1.0 knows no interim answers");
+    let hosts = head.fields().iter().filter(|(name, _)| name.eq_ignore_ascii_case(b"host")).count();
+    assert!(hosts <= 1 && (hosts == 1 || head.is_http_1_0()), "{hosts} of Host");
+    assert!(head.host().is_none_or(str::is_ascii));
+    assert_eq!(head.fields().text("host").is_some(), hosts == 1);
+    let (mut traced, trace) = (head.clone(), Trace::new(head.parent(), &Ids::new()));
+    traced.set_trace(trace);
+    assert_eq!(traced.trace(), Some(&trace));
+    forwarded(&traced);
 }
 
 /// Fields that are added on the way: Host, traceparent, two of forwarding, and the framing.
@@ -55,6 +81,7 @@ fn forwarded(head: &Head) {
         assert_eq!(length, out.len(), "something stands behind the head");
         assert_eq!((again.method(), again.framing(), again.is_http_1_0()), (head.method(), framing, false));
         assert_eq!(again.path(), head.path());
+        assert!(head.trace().is_none() || again.parent().is_some(), "the endpoint is told of the trace");
     }
 }
 

@@ -6,6 +6,7 @@ mod fleet;
 
 use fleet::trio::all_quiet;
 use fleet::{Fleet, Setup, Talker, quick};
+use kvlb_tests::harness::http::Client;
 use serde_json::{Value, json};
 
 /// A completion whose body has about so many bytes.
@@ -56,6 +57,20 @@ async fn a_rule_takes_as_many_connections_as_it_says() {
     assert_eq!(Talker::new(fleet.vip).ask(&[], &of_size(10)).await.unwrap().head.status, 200);
     drop(second);
     all_quiet(&fleet).await;
+}
+
+#[tokio::test]
+async fn who_has_seen_the_end_of_a_connection_finds_its_place_free() {
+    let fleet = plain(1).await;
+    fleet.put_rule(|rule| rule["serviceArguments"]["connectionsMax"] = json!(1)).await.unwrap();
+    let closing = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n";
+    for _ in 0..300 {
+        let mut client = Client::connect(fleet.vip).await.unwrap();
+        client.send(closing).await.unwrap();
+        assert_eq!(client.answer().await.unwrap().head.status, 200);
+        client.closed().await;
+    }
+    assert_eq!(fleet.count("kvlb_client_connections_refused_total{reason=\"rule_full\"}").await.unwrap(), 0);
 }
 
 #[tokio::test]

@@ -503,6 +503,32 @@ async fn a_takeover_without_a_running_one_says_so_and_may_start_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn being_told_to_stop_once_behind_a_takeover_cuts_no_stream() {
+    let Some(mut scene) = Scene::set("told", "none", &[]).await else { return };
+    let stream = async |tokens: usize| {
+        let body = json!({"model": MODEL, "prompt": "on and on", "max_tokens": tokens, "stream": true});
+        let mut client = scene.stage.connect(vip(8080)).unwrap();
+        client.request("POST", COMPLETIONS, &[], body.to_string().as_bytes()).await.unwrap();
+        let head = client.head().await.unwrap();
+        (client, head)
+    };
+    let (mut finite, head) = stream(300).await;
+    let (mut endless, endless_head) = stream(100_000).await;
+    let next = Kvlb::take_over(scene.config(&["--takeover"])).await.unwrap();
+    let mut old = std::mem::replace(&mut scene.kvlb, next);
+    old.signal(Signal::SIGTERM).unwrap();
+    let told = async || old.log().contains("told to stop: streams are ending already");
+    eventually(PATIENCE, "it says that it is ending already", told).await.unwrap();
+    let body = finite.body(&head).await.unwrap();
+    whole_stream(head.status, &body.text(), body.end).unwrap();
+    old.signal(Signal::SIGTERM).unwrap();
+    assert!(old.ended(LONG).await.unwrap().success());
+    assert_ne!(endless.body(&endless_head).await.unwrap().end, End::Complete, "told twice it cuts what still goes on");
+    scene.serves().await;
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn changes_of_rules_touch_no_stream_that_runs() {
     for datapath in ["none", "auto"] {
         let Some(scene) = Scene::set("changes", datapath, &[]).await else { return };

@@ -70,6 +70,20 @@ pub fn up(config: Config) -> ExitCode {
     }
 }
 
+/// Threads that the control side may need at a time for what blocks, when it starts, and the few of everybody else.
+const BLOCKING_THREADS: usize = 8;
+
+/// Tries whether so many threads can be started: the runtime of the control side panics where they can not.
+fn try_threads(count: usize) -> std::io::Result<()> {
+    let gate = Mutex::new(());
+    std::thread::scope(|scope| {
+        // Until it is dropped, at the end of this block, none of them ends.
+        let _held = gate.lock();
+        let wait = || drop(gate.lock());
+        (0..count).try_for_each(|_| std::thread::Builder::new().spawn_scoped(scope, wait).map(drop))
+    })
+}
+
 /// Ends the process where the daemon does not start: the CLI's code for what has none of its own.
 const FAILED: u8 = 7;
 
@@ -86,6 +100,9 @@ fn run(config: Config) -> Result<()> {
     if let Err(error) = proxy::raise_descriptor_limit() {
         tracing::warn!(%error, "the limit of open files could not be raised");
     }
+    try_threads(CONTROL_THREADS + BLOCKING_THREADS + config.threads).context(
+        "start threads: the limit of processes (ulimit -u, or pids.max of the cgroup) is too low for --threads and a dozen more",
+    )?;
     let mut inheritance = Inheritance::ask(&config).context("take over")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(CONTROL_THREADS)
@@ -433,10 +450,26 @@ async fn drain(
         Ok(proxy) => proxy.drain(clock::now() + timeout, release),
         Err(_shared) => tracing::error!("the data side is still in use and cannot be drained"),
     });
-    tokio::select! {
-        done = drained => if let Err(error) = done { tracing::error!(%error, "draining failed") },
-        _ = term.recv() => tracing::warn!("told to stop again: streams are cut"),
-        _ = int.recv() => tracing::warn!("told to stop again: streams are cut"),
+    // Where another process has taken over nobody has told this one to stop yet.
+    let mut told = !release;
+    let mut drained = std::pin::pin!(drained);
+    loop {
+        tokio::select! {
+            done = &mut drained => {
+                if let Err(error) = done {
+                    tracing::error!(%error, "draining failed");
+                }
+                break;
+            }
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        }
+        if told {
+            tracing::warn!("told to stop again: streams are cut");
+            break;
+        }
+        told = true;
+        tracing::info!("told to stop: streams are ending already; told again, they are cut");
     }
     // Routes go last: without them the streams above could not have ended.
     if let Some(Ok(kernel)) = kernel.map(Arc::try_unwrap)

@@ -6,6 +6,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use tokio::task::yield_now;
+
 use super::alarm::{Alarm, Limit};
 use super::backplane::{Arrival, Backplane, Phase};
 use super::buffer::{Chunk, MEDIUM, SMALL};
@@ -81,7 +83,12 @@ pub(super) enum After {
 }
 
 /// Serves one connection to its end.
-pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B::Stream, arrival: Arrival) {
+pub(super) async fn serve<B: Backend, P: Backplane>(
+    seat: &Seat<B, P>,
+    stream: B::Stream,
+    arrival: Arrival,
+    pass: P::Pass,
+) {
     let client = Client {
         seat,
         stream,
@@ -98,6 +105,8 @@ pub(super) async fn serve<B: Backend, P: Backplane>(seat: &Seat<B, P>, stream: B
         whole: Cell::new(false),
         entry: Cell::new(None),
     };
+    // Given back before the connection is closed: who has seen its end finds the place free.
+    let _pass = pass;
     while client.next_request().await {
         // Boxed, so that a connection between two requests holds none of this, and one that streams only the second part.
         let after = match Box::pin(client.exchange()).await {
@@ -146,6 +155,8 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         let carry = self.carry.take();
         if carry.is_some() {
             self.carry.set(carry);
+            // A client that has sent many at once waits for nothing: others have their turn in between.
+            yield_now().await;
             return true;
         }
         self.alarm.set(Some((self.lane().now() + self.lane().config.client_idle, Limit::Idle)));

@@ -111,8 +111,9 @@ pub(super) struct Lane<B: Backend, P: Backplane> {
     pub(super) config: Arc<Config>,
     pub(super) workers: Arc<Workers>,
     pub(super) budget: Arc<Budget>,
-    /// Client connections of all threads.
+    /// Client connections of all threads, and their listening sockets.
     clients: Arc<AtomicUsize>,
+    listening: Arc<AtomicUsize>,
     pub(super) idle: RefCell<Idle<B::Stream>>,
     holds: Rc<Holds>,
     scratch: Cell<Vec<u8>>,
@@ -150,6 +151,7 @@ pub(super) struct Shared<P> {
     pub(super) workers: Arc<Workers>,
     pub(super) budget: Arc<Budget>,
     pub(super) clients: Arc<AtomicUsize>,
+    pub(super) listening: Arc<AtomicUsize>,
 }
 
 /// A data thread's whole life.
@@ -188,6 +190,23 @@ pub(super) async fn run<B: Backend, P: Backplane>(
 struct Door<L> {
     listener: Rc<L>,
     task: JoinHandle<()>,
+    _counted: Counted,
+}
+
+/// One listening socket among those of all threads.
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn new(all: &Arc<AtomicUsize>) -> Self {
+        all.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(all))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl<L: Listener> Door<L> {
@@ -217,9 +236,10 @@ fn open_door<B: Backend, P: Backplane>(
     match B::listen(socket) {
         Ok(listener) => {
             let listener = Rc::new(listener);
+            let counted = Counted::new(&lane.listening);
             let (lane, door) = (Rc::clone(lane), Rc::clone(&listener));
             let task = spawn_local(async move { Rc::clone(&lane.holds).measure(accept(lane, door)).await });
-            doors.entry(link).or_default().push(Door { listener, task });
+            doors.entry(link).or_default().push(Door { listener, task, _counted: counted });
         }
         Err(error) => tracing::error!(%error, "a listening socket cannot be served"),
     }
@@ -250,6 +270,16 @@ async fn accept<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>, listener: Rc<B::
             }
         }
     }
+}
+
+/// Descriptors that are left to everything but the data side's sockets.
+const DESCRIPTORS_ELSEWHERE: usize = 200;
+/// Clients that are taken however few descriptors there are.
+const CLIENTS_LEAST: usize = 16;
+
+/// Client connections that can be served with so many descriptors, of which some listen: two each.
+fn affordable(descriptors: usize, listening: usize) -> usize {
+    (descriptors.saturating_sub(DESCRIPTORS_ELSEWHERE.saturating_add(listening)) / 2).max(CLIENTS_LEAST)
 }
 
 /// Whether an error means that the process or the machine has no file descriptor, port or memory left.
@@ -286,7 +316,7 @@ async fn take_pulse<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>) {
 
 impl<B: Backend, P: Backplane> Lane<B, P> {
     fn new(number: usize, place: Option<Place>, shared: Shared<P>) -> Self {
-        let Shared { backplane, meter, config, workers, budget, clients } = shared;
+        let Shared { backplane, meter, config, workers, budget, clients, listening } = shared;
         let bounds = Bounds { per_endpoint: config.idle_per_endpoint, total: config.idle_total, age: config.idle_age };
         Self {
             backplane,
@@ -295,6 +325,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             workers,
             budget,
             clients,
+            listening,
             idle: RefCell::new(Idle::new(bounds)),
             holds: Rc::new(Holds::on(place)),
             scratch: Cell::default(),
@@ -353,10 +384,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
             }
         };
         let holds = Rc::clone(&self.holds);
-        spawn_local(async move {
-            let _pass = pass;
-            holds.measure(client::serve(&seat, stream, arrival)).await;
-        });
+        spawn_local(async move { holds.measure(client::serve(&seat, stream, arrival, pass)).await });
     }
 
     async fn drain(&self, deadline: Instant, how: Draining) {
@@ -426,7 +454,9 @@ pub(super) struct Seat<B: Backend, P: Backplane> {
 
 impl<B: Backend, P: Backplane> Seat<B, P> {
     fn take(lane: &Rc<Lane<B, P>>) -> Result<Self, Refused> {
-        if lane.clients.fetch_add(1, Ordering::Relaxed) >= lane.config.connections_max {
+        let affordable = affordable(lane.config.descriptors, lane.listening.load(Ordering::Relaxed));
+        let max = lane.config.connections_max.min(affordable);
+        if lane.clients.fetch_add(1, Ordering::Relaxed) >= max {
             lane.clients.fetch_sub(1, Ordering::Relaxed);
             return Err(Refused::TooMany);
         }

@@ -87,9 +87,11 @@ pub struct Config {
     pub client_idle: Duration,
     /// A request's head must come in within this time. Default 30 s.
     pub client_head: Duration,
-    /// Client connections at a time (`--connections-max`). Default, and at most: as many as the process has file descriptors
-    /// for, of which each needs two.
+    /// Client connections at a time (`--connections-max`). Default, and at most: as many as there are descriptors for beside
+    /// those that listen, two each.
     pub connections_max: usize,
+    /// Descriptors to count on. Default, and at most: as many as the process may have.
+    pub descriptors: usize,
     /// Bytes of a request's largest header section (`--head-max-kib`). Default 64 KiB.
     pub head_max: usize,
     /// Idle connections kept per data thread and endpoint. Default 64: answers that arrive together leave their
@@ -122,6 +124,7 @@ impl Default for Config {
             client_idle: Duration::from_mins(2),
             client_head: Duration::from_secs(30),
             connections_max: usize::MAX,
+            descriptors: usize::MAX,
             head_max: http::HEAD_MAX,
             idle_per_endpoint: 64,
             idle_total: 4096,
@@ -220,9 +223,10 @@ impl Proxy {
         let workers =
             Workers::start(config.decision_threads, config.decision_queue, &cores).map_err(StartError::Thread)?;
         let workers = Arc::new(workers);
-        let (budget, clients) = (Budget::new(config.body_budget), Arc::default());
+        let budget = Budget::new(config.body_budget);
+        let (clients, listening) = (Arc::default(), Arc::default());
         let mut config = config;
-        config.connections_max = config.connections_max.min(connections_affordable());
+        config.descriptors = config.descriptors.min(descriptors());
         let config = Arc::new(config);
         let shared = || Shared {
             backplane: Arc::clone(backplane),
@@ -231,6 +235,7 @@ impl Proxy {
             workers: Arc::clone(&workers),
             budget: Arc::clone(&budget),
             clients: Arc::clone(&clients),
+            listening: Arc::clone(&listening),
         };
         let spawn = |number| match engine {
             Engine::Uring => spawn_lane::<Uring, P>(number, shared(), &cores),
@@ -364,15 +369,11 @@ pub fn raise_descriptor_limit() -> std::io::Result<u64> {
     Ok(hard)
 }
 
-/// Descriptors that are left to everything but the proxy's connections.
-const DESCRIPTORS_ELSEWHERE: u64 = 200;
-
-/// Client connections that each data thread can serve with the descriptors that the process may have: two each.
-fn connections_affordable() -> usize {
+/// Descriptors that the process may have.
+fn descriptors() -> usize {
     use nix::sys::resource::{Resource, getrlimit};
     let (limit, _hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap_or((1024, 1024));
-    let pairs = usize::try_from(limit.saturating_sub(DESCRIPTORS_ELSEWHERE) / 2).unwrap_or(usize::MAX);
-    pairs.max(16)
+    usize::try_from(limit).unwrap_or(usize::MAX)
 }
 
 /// One socket per data thread that listens on `address`, among which the kernel spreads new connections.

@@ -15,6 +15,7 @@ on_both_back_ends![
     a_released_listener_goes_on_elsewhere,
     threads_share_an_address,
     clients_beyond_the_limit_are_turned_away,
+    clients_are_as_many_as_there_are_descriptors_for_beside_the_listeners,
     data_threads_say_how_they_fare,
 ];
 
@@ -134,6 +135,18 @@ fn clients_beyond_the_limit_are_turned_away(io: Io) {
     drop(first);
     eventually("there is room again", || rig.counts.get("closed") == 1);
     assert_eq!(rig.client().ask(&get("/")).body, b"hi");
+}
+
+fn clients_are_as_many_as_there_are_descriptors_for_beside_the_listeners(io: Io) {
+    let endpoint = Endpoint::answering(b"hi");
+    // 200 for others, four listeners, and two for each of 17 clients.
+    let rig = Rig::with(io, &[endpoint.address], |config| (config.descriptors, config.threads) = (200 + 4 + 2 * 17, 4));
+    let mut clients: Vec<_> = (0..17).map(|_| rig.client()).collect();
+    for client in &mut clients {
+        assert_eq!(client.ask(&get("/")).body, b"hi");
+    }
+    assert!(rig.client().ends_within(PATIENCE).is_some());
+    assert_eq!(rig.counts.get("refused too_many"), 1);
 }
 
 fn data_threads_say_how_they_fare(io: Io) {

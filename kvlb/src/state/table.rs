@@ -171,11 +171,6 @@ impl Service {
         (Visit(Arc::clone(&self.visits)), open)
     }
 
-    /// Client connections that may bring requests for the rule.
-    pub fn visits(&self) -> u32 {
-        self.visits.load(Ordering::Relaxed)
-    }
-
     /// The next turn of the rule's choices.
     pub fn next_turn(&self) -> u64 {
         self.turns.fetch_add(1, Ordering::Relaxed)

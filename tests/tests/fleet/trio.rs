@@ -10,13 +10,18 @@ use super::{BLOCK, Fleet, PATH, SOON, Setup, quick};
 
 /// Three engines; load never moves a request away from an overlap, nor does a breaker unless the rule asks for one.
 pub(crate) async fn three(rule: Value) -> Fleet {
+    three_told(rule, Vec::new()).await
+}
+
+/// The same with flags of `kvlb up`.
+pub(crate) async fn three_told(rule: Value, args: Vec<&'static str>) -> Fleet {
     let mut rule = rule;
     rule["kvLoadFloor"] = json!(100_000);
     if rule["cb_enable"].is_null() {
         rule["cb_enable"] = json!(false);
     }
     let engines = ["a", "b", "c"].map(quick).to_vec();
-    Fleet::start(Setup { engines, rule, ..Setup::default() }).await.unwrap()
+    Fleet::start(Setup { engines, rule, args, ..Setup::default() }).await.unwrap()
 }
 
 /// Eight blocks that no other number shares.

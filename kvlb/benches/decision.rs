@@ -347,8 +347,13 @@ impl Fleet {
             (Limits::default(), (self.service.spaces(None), &self.state.texts as &dyn kvlb::tokenize::Memory));
         let named =
             router::name(&self.service.ready, Ok(&prompt), Ok(&bench.tokenizer), &limits, naming, &mut |_step| ());
-        let decision =
-            router::route(&self.service.ready, &named, &*self.service, Some(IpAddr::V4(Ipv4Addr::LOCALHOST)), &[]);
+        let decision = router::route(
+            &self.service.ready,
+            &named,
+            &*self.service,
+            router::Origin { client: Some(IpAddr::V4(Ipv4Addr::LOCALHOST)), prefix: None },
+            &[],
+        );
         (decision, named.ok())
     }
 

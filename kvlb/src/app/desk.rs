@@ -17,9 +17,11 @@ use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Survey, Target,
     Terms, Unseen, Usage,
 };
-use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
+use crate::router::{self, Decision, Lookup, Miss, Named, Origin, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
-use crate::state::{Expectation, InFlight, Onlooker, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger};
+use crate::state::{
+    Expectation, InFlight, Onlooker, STATUS_CLASSES, Service, State, Table, Unserved, Visit, Waiting, ledger,
+};
 use crate::telemetry::access::{Facts, bounded};
 use crate::tokenize::{self, Tokenizer};
 
@@ -63,7 +65,9 @@ impl Desk {
     /// Whether any rule of a request's VIP looks into bodies: for blocks, for the model, or for how many prompts count as load.
     fn reads(&self, request: &Request) -> bool {
         let table = self.state.table();
-        let looks = |rule: &Rule| rule.kv.mode != ExactMode::Off || rule.selector == Selector::LeastConnections;
+        let looks = |rule: &Rule| {
+            rule.kv.mode != ExactMode::Off || rule.selector == Selector::LeastConnections || hashes_prompts(rule)
+        };
         table.at(request.arrival.vip).any(|service| looks(service.rule())) || tells_by_model(&table, &request.arrival)
     }
 
@@ -113,7 +117,7 @@ impl Desk {
             state: Arc::clone(&self.state),
             service,
             named,
-            client: request.arrival.client.ip(),
+            origin: Origin { client: Some(request.arrival.client.ip()), prefix: shape.prefix },
             shape,
             model,
             decision: None,
@@ -121,6 +125,7 @@ impl Desk {
             logs: self.logs,
             earlier: Vec::new(),
             expectations: Vec::new(),
+            waiting: None,
             predicted: None,
             ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
@@ -130,6 +135,11 @@ impl Desk {
     }
 }
 
+/// Whether a rule's selector goes by the prompt's beginning.
+fn hashes_prompts(rule: &Rule) -> bool {
+    matches!(rule.selector, Selector::Chwbl | Selector::WrrHash)
+}
+
 /// A request as the KV tier sees it, for those who explain it.
 #[derive(Debug)]
 pub(super) struct Seen {
@@ -137,6 +147,8 @@ pub(super) struct Seen {
     pub(super) tokens: Vec<Vec<TokenId>>,
     /// Their blocks' names.
     pub(super) named: Result<Named, Miss>,
+    /// What a selector that hashes prompts goes by.
+    pub(super) prefix: Option<u64>,
 }
 
 /// Names the blocks of a request that `service` serves, as the data path would.
@@ -145,11 +157,12 @@ pub(super) fn see(state: &State, service: &Service, path: &str, model: Option<&s
     let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
     let prompt = prompt.as_ref().map_err(|miss| *miss);
     let named = name_blocks(state, service, prompt, &mut |_step| ());
+    let prefix = prompt.ok().and_then(router::prefix);
     let tokens = prompt.and_then(|prompt| {
         let how = How::new(state, service, prompt);
         router::tokens(prompt, how.tokenizer(), &how.limits)
     });
-    Seen { tokens: tokens.unwrap_or_default(), named }
+    Seen { tokens: tokens.unwrap_or_default(), named, prefix }
 }
 
 fn name_blocks(
@@ -255,7 +268,7 @@ impl Backplane for Desk {
             let rule = service.rule();
             body_limit = body_limit.max(rule.limits.request_body);
             client_half_close |= rule.client_half_close;
-            let for_prompt = has_prompt && rule.kv.mode != ExactMode::Off;
+            let for_prompt = has_prompt && (rule.kv.mode != ExactMode::Off || hashes_prompts(rule));
             let for_model = by_model && !model_told && head.method() == "POST";
             if for_prompt || for_model {
                 inspect = inspect.max(Some(rule.max_inspect_bytes));
@@ -297,7 +310,12 @@ impl Backplane for Desk {
         let named = self.name(&service, prompt.as_ref().map_err(|miss| *miss), &mut watch);
         let shape = prompt.as_ref().map_or_else(
             |_miss| Shape::default(),
-            |prompt| Shape { weight: prompt.weight(), streams: prompt.stream, reads_cache: prompt.reads_cache },
+            |prompt| Shape {
+                weight: prompt.weight(),
+                streams: prompt.stream,
+                reads_cache: prompt.reads_cache,
+                prefix: if hashes_prompts(service.rule()) { router::prefix(prompt) } else { None },
+            },
         );
         Ok(self.call(request, service, model, named, shape))
     }
@@ -349,11 +367,13 @@ struct Shape {
     streams: bool,
     /// Whether the engine looks into its cache for it, so that what it reports can be held against what was predicted.
     reads_cache: bool,
+    /// What a selector that hashes prompts goes by.
+    prefix: Option<u64>,
 }
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { weight: 1, streams: false, reads_cache: true }
+        Self { weight: 1, streams: false, reads_cache: true, prefix: None }
     }
 }
 
@@ -377,7 +397,7 @@ pub(super) struct Errand {
     state: Arc<State>,
     service: Arc<Service>,
     named: Result<Named, Miss>,
-    client: IpAddr,
+    origin: Origin,
     shape: Shape,
     /// The model that the client asked for, where somebody looked.
     model: Option<String>,
@@ -391,6 +411,8 @@ pub(super) struct Errand {
     earlier: Vec<Decision>,
     /// What its answer will bring, at the endpoint chosen last.
     expectations: Vec<Expectation>,
+    /// The tokens that the endpoint chosen last has yet to compute for it.
+    waiting: Option<Arc<Waiting>>,
     /// The endpoint that the request went to, and the blocks of its prompt that were said to be there.
     predicted: Option<(usize, u32)>,
     /// Whether the client chose the data-parallel rank itself.
@@ -426,14 +448,15 @@ impl Call for Errand {
         // Another try takes no turn of its own: else a dead endpoint would get the turn after each failure again.
         let onlooker = Onlooker(&self.service);
         let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
-        let decision = router::route(&self.service.ready, &self.named, view, Some(self.client), tried);
+        let decision = router::route(&self.service.ready, &self.named, view, self.origin, tried);
         self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
         // What the last try was to bring will not come.
         self.expectations.clear();
+        self.waiting = None;
         let (decision, is_trial) = self.admitted(decision, tried);
         let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial));
         if let Some(position) = decision.endpoint {
-            self.expect(position, decision.depth);
+            self.expect(position, &decision);
         }
         self.earlier.extend(self.decision.replace(decision));
         target
@@ -464,7 +487,10 @@ impl Call for Errand {
                 match status {
                     200 if self.shape.streams => self.answered(),
                     200 => {}
-                    _ => self.expectations.clear(),
+                    _ => {
+                        self.expectations.clear();
+                        self.waiting = None;
+                    }
                 }
                 self.settle();
             }
@@ -530,22 +556,30 @@ impl Call for Errand {
 }
 
 impl Errand {
-    /// Leaves word that the prompts' blocks will be at an endpoint, unless they are there already.
-    fn expect(&mut self, position: usize, depth: u32) {
+    /// Leaves word of what an endpoint has to compute, and that the prompts' blocks will be there unless they are already.
+    fn expect(&mut self, position: usize, decision: &Decision) {
         let (Ok(named), Some(endpoint)) = (&self.named, self.service.endpoints.get(position)) else { return };
+        self.waiting = Some(endpoint.meters.await_tokens(decision.uncached_tokens));
         let Some(space) = named.spaces.iter().position(|space| space.endpoints.contains(&position)) else { return };
         let blocks: usize = named.prompts.iter().map(|prompt| prompt.names[space].len()).sum();
-        if depth as usize >= blocks {
+        if decision.depth as usize >= blocks {
             return;
         }
         let (all, now) = (&self.service.expectations, clock::now());
-        let prompts = named.prompts.iter().map(|prompt| prompt.names[space].as_slice());
-        self.expectations.extend(prompts.filter_map(|names| all.add(endpoint.meters.id, names, now)));
+        let last = named.prompts.len().saturating_sub(1);
+        for (number, prompt) in named.prompts.iter().enumerate() {
+            // With the last prompt's blocks the work is done.
+            let work = self.waiting.as_ref().filter(|_| number == last).map(Arc::clone);
+            self.expectations.extend(all.add(endpoint.meters.id, prompt.names[space].as_slice(), work, now));
+        }
     }
 
     fn answered(&mut self) {
         let now = clock::now();
         self.expectations.drain(..).for_each(|expectation| expectation.answered(now));
+        if let Some(waiting) = self.waiting.take() {
+            waiting.release();
+        }
     }
 
     /// A choice with a place for a trial, where its endpoint's breaker gives out such: else another choice, if there is one. It
@@ -559,7 +593,7 @@ impl Errand {
         }
         let passed_over: Vec<usize> = tried.iter().copied().chain(decision.endpoint).collect();
         let view = Onlooker(&self.service);
-        let other = router::route(&self.service.ready, &self.named, &view, Some(self.client), &passed_over);
+        let other = router::route(&self.service.ready, &self.named, &view, self.origin, &passed_over);
         (if other.endpoint.is_some() { other } else { decision }, false)
     }
 
@@ -734,6 +768,9 @@ impl Errand {
         let ep_idx = position.to_string();
         metrics.hits.with_label_values(&[ep_idx.as_str()]).inc();
         metrics.matched_blocks.inc_by(u64::from(decision.depth));
+        if decision.seeded {
+            metrics.cold_seeds.with_label_values(&[ep_idx.as_str()]).inc();
+        }
         if decision.spill {
             metrics.spills.with_label_values(&[ep_idx.as_str()]).inc();
         }

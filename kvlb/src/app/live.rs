@@ -17,7 +17,7 @@ use crate::control::live::{
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
-use crate::router::{self, Decision, Overlap, PromptShape, View as _};
+use crate::router::{self, Decision, Origin, Overlap, PromptShape, View as _};
 use crate::state::kv::EndpointKv;
 use crate::state::{self, Onlooker, Service, Staged, State};
 use crate::telemetry::Metrics;
@@ -122,7 +122,13 @@ impl Live for LiveState {
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
         let service = self.service(rule)?;
         let seen = desk::see(&self.state, &service, request.path, request.model, request.body);
-        let decision = router::route(&service.ready, &seen.named, &Onlooker(&service), None, &[]);
+        let decision = router::route(
+            &service.ready,
+            &seen.named,
+            &Onlooker(&service),
+            Origin { client: None, prefix: seen.prefix },
+            &[],
+        );
         let mut held = vec![Overlap::default(); service.endpoints.len()];
         if let Ok(named) = &seen.named {
             held = service.held(named);

@@ -483,7 +483,7 @@ fn state_config(config: &Config) -> state::Config {
     state::Config {
         none_seed: config.kv.none_seed.clone(),
         settings: config.kv.settings,
-        spill_relief: config.kv.relief.forced(),
+        spill_relief: config.kv.relief,
         min_match_tokens: config.kv.min_match_tokens,
         max_blocks: config.kv.max_blocks,
         text_bytes: config.text_cache,

@@ -194,12 +194,33 @@ struct KvFlags {
     /// prefix (what the engine can use) or count
     #[arg(long, value_name = "SCORE")]
     kv_score: Option<String>,
-    /// How affinity and load are blended: off or hard
+    /// How affinity and load are blended: off, hard, soft, adaptive, adaptive-soft or cost
     #[arg(long, value_name = "MODE")]
     kv_lb_mode: Option<String>,
     /// No load bound is below this many requests
     #[arg(long, value_name = "N")]
     kv_load_floor: Option<i64>,
+    /// Percent of its fair share that an endpoint may carry in hard
+    #[arg(long, value_name = "PERCENT")]
+    kv_mean_load_factor: Option<i64>,
+    /// Thousandths of a block that a request in flight weighs in soft
+    #[arg(long, value_name = "N")]
+    kv_load_penalty: Option<i64>,
+    /// The fleet's capacity for adaptive and adaptive-soft, in thousandths
+    #[arg(long, value_name = "N")]
+    kv_cap_sum_milli: Option<i64>,
+    /// An owner over its bound hands over to endpoints that hold nothing: auto (single pools), on, off
+    #[arg(long, value_name = "RELIEF")]
+    kv_spill_relief: Option<String>,
+    /// Every so many hits one goes to an endpoint that holds nothing yet; 0: never
+    #[arg(long, value_name = "N")]
+    kv_cold_start_seed_n: Option<i64>,
+    /// An endpoint with fewer blocks holds nothing yet
+    #[arg(long, value_name = "N")]
+    kv_cold_start_min_blocks: Option<i64>,
+    /// Tokens that must match before the KV tier is used
+    #[arg(long, value_name = "N")]
+    kv_min_match_tokens: Option<i64>,
     /// auto, parity or rehash: blocks are named as the engine does, or in kvlb's own way
     #[arg(long, value_name = "KEYING")]
     kv_keying: Option<String>,
@@ -229,6 +250,9 @@ struct ProxyFlags {
     /// Client connections at a time; 0: no limit but kvlb's own
     #[arg(long, value_name = "N")]
     connections_max: Option<i64>,
+    /// Percent of its fair share that an endpoint may carry with --select chwbl and wrr-hash
+    #[arg(long, value_name = "PERCENT")]
+    chwbl_load_factor: Option<i64>,
     /// Bodies up to this size are read before choosing
     #[arg(long, value_name = "BYTES")]
     max_inspect_bytes: Option<i64>,
@@ -393,6 +417,13 @@ impl KvFlags {
         f.set("kvScore", self.kv_score.as_ref());
         f.set("kvLbMode", self.kv_lb_mode.as_ref());
         f.set("kvLoadFloor", self.kv_load_floor);
+        f.set("kvMeanLoadFactor", self.kv_mean_load_factor);
+        f.set("kvLoadPenalty", self.kv_load_penalty);
+        f.set("kvCapSumMilli", self.kv_cap_sum_milli);
+        f.set("kvSpillRelief", self.kv_spill_relief.as_ref());
+        f.set("kvColdStartSeedN", self.kv_cold_start_seed_n);
+        f.set("kvColdStartMinBlocks", self.kv_cold_start_min_blocks);
+        f.set("kvMinMatchTokens", self.kv_min_match_tokens);
         f.set("kvKeying", self.kv_keying.as_ref());
         let weights: serde_json::Map<_, _> = self.kv_tier_weights.iter().cloned().collect();
         f.set("kvTierWeights", (!weights.is_empty()).then_some(weights));
@@ -406,6 +437,7 @@ impl ProxyFlags {
         f.set("decisionHeaders", self.decision_headers);
         f.set("forwardedHeaders", self.forwarded_headers);
         f.set("connectionsMax", self.connections_max);
+        f.set("chwbl_mean_load_factor", self.chwbl_load_factor);
         f.set("maxInspectBytes", self.max_inspect_bytes);
         f.set("clientHalfClose", self.client_half_close.as_ref());
         f.set("inactiveTimeOut", self.inatimeout);

@@ -9,10 +9,10 @@ const VALUE: bool = true;
 const TCP_ONLY: &str = "kvlb proxies HTTP over TCP";
 const TLS: &str = "TLS is not served yet";
 const ADMISSION: &str = "admission control is not served yet";
-const RING: &str = "selectors 8 and 10 are not served yet";
+const RING: &str = "selectors 8 and 10 hash the first 512 bytes of the prompt, and need no ring";
 
 /// Name, whether it takes a value, and why it is refused.
-const FLAGS: [(&str, bool, &str); 47] = [
+const FLAGS: [(&str, bool, &str); 46] = [
     ("udp", VALUE, TCP_ONLY),
     ("sctp", VALUE, TCP_ONLY),
     ("icmp", SWITCH, TCP_ONLY),
@@ -28,7 +28,6 @@ const FLAGS: [(&str, bool, &str); 47] = [
     ("session-header-name", VALUE, "use --select=persist, which keeps a client where it is"),
     ("chwbl-hash-level", VALUE, RING),
     ("chwbl-hash-flags", VALUE, RING),
-    ("chwbl-load-factor", VALUE, RING),
     ("chwbl-replication", VALUE, RING),
     ("chwbl-cache-salt", SWITCH, RING),
     ("fc-mode", VALUE, ADMISSION),

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use super::env::{ConfigError, Env, Setting};
 use crate::contract::NoneSeed;
-use crate::policy::{BlendError, Settings};
+use crate::fleet::Relief;
+use crate::policy::{BLENDS, Blend, CAP_SUM_MILLI, Settings};
 
 /// Settings of the KV tier.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,8 +18,8 @@ pub struct Kv {
     pub hash_debug: bool,
     /// `LLB_KV_MIN_MATCH_TOKENS`, 0 to 4096, 16 unless set.
     pub min_match_tokens: u32,
-    /// `LOXILB_KV_LB_MODE` and `LOXILB_KV_MEAN_LOAD_FACTOR`; rules may say otherwise. `spill_relief` in it is not told
-    /// yet: that is `relief`.
+    /// `LOXILB_KV_LB_MODE`, `_MEAN_LOAD_FACTOR`, `_LOAD_PENALTY`, `_CAP_SUM_MILLI`, `_COLDSTART_SEED_N` and
+    /// `_COLDSTART_MIN_BLOCKS`; rules may say otherwise. `spill_relief` in it is not told yet: that is `relief`.
     pub settings: Settings,
     /// `LOXILB_KV_SPILL_RELIEF`.
     pub relief: Relief,
@@ -28,46 +29,6 @@ pub struct Kv {
     pub replay_offset: Option<u16>,
     /// `KVLB_DECISION_BUDGET_MS`.
     pub decision_budget: Duration,
-    /// `LOXILB_KV_COLDSTART_SEED_N` and `_MIN_BLOCKS`.
-    pub cold_start: ColdStart,
-}
-
-/// `LOXILB_KV_SPILL_RELIEF`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Relief {
-    /// On for single pools, off for prefill/decode.
-    #[default]
-    Auto,
-    /// On for all rules.
-    On,
-    /// Off for all rules.
-    Off,
-}
-
-impl Relief {
-    /// `None` for auto, as `state` takes it.
-    pub const fn forced(self) -> Option<bool> {
-        match self {
-            Self::Auto => None,
-            Self::On => Some(true),
-            Self::Off => Some(false),
-        }
-    }
-}
-
-/// How endpoints without blocks get their first ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ColdStart {
-    /// Every so many hits of a rule, one goes to a cold endpoint; 0: never. 16 unless set.
-    pub every: u32,
-    /// An endpoint with fewer blocks is cold. 16 unless set.
-    pub min_blocks: u32,
-}
-
-impl Default for ColdStart {
-    fn default() -> Self {
-        Self { every: 16, min_blocks: 16 }
-    }
 }
 
 /// A prompt must share this many tokens before its overlap is used: with block size 1, one shared first token would else
@@ -79,9 +40,7 @@ const REPLAY_OFFSET: u16 = 1_000;
 const DECISION_BUDGET_MS: u64 = 20;
 
 /// Documented by LoxiLB, and without effect here so far.
-pub(super) const NOT_SERVED: [(&str, &str); 8] = [
-    ("LOXILB_KV_LOAD_PENALTY", "it belongs to the soft blends, which are not served yet"),
-    ("LOXILB_KV_CAP_SUM_MILLI", "it belongs to the adaptive blends, which are not served yet"),
+pub(super) const NOT_SERVED: [(&str, &str); 6] = [
     ("LOXILB_KV_ZERO_HIT_N", "kvlb proves the contract from the engine's events instead"),
     ("LLB_KV_LOADGUARD", "the load bound of LOXILB_KV_LB_MODE=hard does its work"),
     ("LLB_PD_MAX_INFLIGHT_PER_EP", "admission control is not served"),
@@ -91,20 +50,21 @@ pub(super) const NOT_SERVED: [(&str, &str); 8] = [
 ];
 
 /// Accepted and checked, and without effect so far.
-pub(super) const CHECKED_ONLY: [(&str, &str); 3] = [
-    ("LLB_PD_PREFILL_TIMEOUT_SEC", "prefill/decode hand-over is not served yet"),
-    ("LOXILB_KV_COLDSTART_SEED_N", "cold-start seeding is not served yet"),
-    ("LOXILB_KV_COLDSTART_MIN_BLOCKS", "cold-start seeding is not served yet"),
-];
+pub(super) const CHECKED_ONLY: [(&str, &str); 1] =
+    [("LLB_PD_PREFILL_TIMEOUT_SEC", "prefill/decode hand-over is not served yet")];
 
 /// The variables that have their effect.
-pub(super) const SERVED: [&str; 8] = [
+pub(super) const SERVED: [&str; 12] = [
     "LLB_KV_NONE_HASH_SEED",
     "LLB_KV_HASH_DEBUG",
     "LLB_KV_MIN_MATCH_TOKENS",
     "LOXILB_KV_LB_MODE",
     "LOXILB_KV_MEAN_LOAD_FACTOR",
+    "LOXILB_KV_LOAD_PENALTY",
+    "LOXILB_KV_CAP_SUM_MILLI",
     "LOXILB_KV_SPILL_RELIEF",
+    "LOXILB_KV_COLDSTART_SEED_N",
+    "LOXILB_KV_COLDSTART_MIN_BLOCKS",
     "LOXILB_KV_MAX_BLOCKS",
     "LLB_KV_REPLAY_PORT_OFFSET",
 ];
@@ -118,23 +78,29 @@ impl Kv {
         };
         let budget = decision_budget_ms.map_or(Ok(DECISION_BUDGET_MS), |setting| setting.number(1, 10_000))?;
         let offset = small("LLB_KV_REPLAY_PORT_OFFSET", 0, 65_534, REPLAY_OFFSET.into())?;
-        let cold = ColdStart::default();
+        let default = Settings::default();
+        let cap_sum_milli = env
+            .setting("LOXILB_KV_CAP_SUM_MILLI")?
+            .map(|setting| setting.number(CAP_SUM_MILLI.div_ceil(8), CAP_SUM_MILLI * 8))
+            .transpose()?;
+        let settings = Settings {
+            blend: blend(env)?,
+            mean_load_factor: small("LOXILB_KV_MEAN_LOAD_FACTOR", 100, 1_000, default.mean_load_factor)?,
+            load_penalty: small("LOXILB_KV_LOAD_PENALTY", 1, 100_000, default.load_penalty)?,
+            cap_sum_milli,
+            seed_every: small("LOXILB_KV_COLDSTART_SEED_N", 0, 1_000_000, default.seed_every)?,
+            seed_min_blocks: small("LOXILB_KV_COLDSTART_MIN_BLOCKS", 0, 100_000_000, default.seed_min_blocks)?.max(1),
+            ..default
+        };
         Ok(Self {
             none_seed: none_seed(env)?,
             hash_debug: env.setting("LLB_KV_HASH_DEBUG")?.map_or(Ok(false), |setting| setting.switch())?,
             min_match_tokens: small("LLB_KV_MIN_MATCH_TOKENS", 0, 4_096, MIN_MATCH_TOKENS)?,
-            settings: settings(
-                env,
-                small("LOXILB_KV_MEAN_LOAD_FACTOR", 100, 1_000, Settings::default().mean_load_factor)?,
-            )?,
+            settings,
             relief: env.setting("LOXILB_KV_SPILL_RELIEF")?.map_or(Ok(Relief::Auto), relief)?,
             max_blocks: max_blocks(env)?,
             replay_offset: u16::try_from(offset).ok().filter(|offset| *offset != 0),
             decision_budget: Duration::from_millis(budget),
-            cold_start: ColdStart {
-                every: small("LOXILB_KV_COLDSTART_SEED_N", 0, 1_000_000, cold.every)?,
-                min_blocks: small("LOXILB_KV_COLDSTART_MIN_BLOCKS", 0, 100_000_000, cold.min_blocks)?.max(1),
-            },
         })
     }
 
@@ -171,14 +137,9 @@ pub(super) fn none_seed(env: &Env) -> Result<NoneSeed, ConfigError> {
     Ok(seed.map_or(NoneSeed::Unset, |seed| NoneSeed::Text(seed.to_owned())))
 }
 
-fn settings(env: &Env, mean_load_factor: u32) -> Result<Settings, ConfigError> {
-    let default = Settings { mean_load_factor, ..Settings::default() };
-    let Some(setting) = env.setting("LOXILB_KV_LB_MODE")? else { return Ok(default) };
-    let blend = setting.value.trim().parse().map_err(|error| match error {
-        BlendError::NotYet(_) => setting.bad("off, hard (the other modes are not served yet)"),
-        BlendError::Unknown(_) => setting.bad("off, hard"),
-    })?;
-    Ok(Settings { blend, ..default })
+fn blend(env: &Env) -> Result<Blend, ConfigError> {
+    let Some(setting) = env.setting("LOXILB_KV_LB_MODE")? else { return Ok(Blend::default()) };
+    setting.value.trim().parse().map_err(|_| setting.bad(BLENDS))
 }
 
 fn relief(setting: Setting<'_>) -> Result<Relief, ConfigError> {

@@ -23,7 +23,7 @@ pub use access_log::AccessLog;
 pub use engines::{Engines, ZeroTouch};
 pub use env::{ConfigError, Env};
 pub use flags::{ClientFlags, UpFlags};
-pub use kv::{ColdStart, Kv, Relief};
+pub use kv::Kv;
 
 use env::Setting;
 

@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 
 use super::*;
 use crate::contract::NoneSeed;
+use crate::fleet::Relief;
 use crate::policy::{Blend, Settings};
 use crate::secret::Hidden;
 use crate::telemetry::access::{Destination, Sampling};
@@ -47,7 +48,6 @@ fn nothing_set_is_the_documented_default() {
             max_blocks: None,
             replay_offset: Some(1000),
             decision_budget: Duration::from_millis(20),
-            cold_start: ColdStart { every: 16, min_blocks: 16 },
         },
         prefill_timeout: Duration::from_secs(30),
         warnings: Vec::new(),
@@ -329,6 +329,8 @@ fn the_documents_variables_have_their_effect() {
         ("LLB_KV_MIN_MATCH_TOKENS", "0"),
         ("LOXILB_KV_LB_MODE", "off"),
         ("LOXILB_KV_MEAN_LOAD_FACTOR", "120"),
+        ("LOXILB_KV_LOAD_PENALTY", "1000"),
+        ("LOXILB_KV_CAP_SUM_MILLI", "7642155"),
         ("LOXILB_KV_SPILL_RELIEF", "no"),
         ("LOXILB_KV_MAX_BLOCKS", "1000"),
         ("LLB_KV_REPLAY_PORT_OFFSET", "0"),
@@ -340,13 +342,12 @@ fn the_documents_variables_have_their_effect() {
     let kv = &config.kv;
     assert_eq!((&kv.none_seed, kv.hash_debug, kv.min_match_tokens), (&NoneSeed::Text("0".to_owned()), true, 0));
     assert_eq!((kv.settings.blend, kv.settings.mean_load_factor), (Blend::Off, 120));
-    assert_eq!(
-        (kv.relief, kv.relief.forced(), kv.max_blocks, kv.replay_offset),
-        (Relief::Off, Some(false), Some(1000), None)
-    );
-    assert_eq!(kv.cold_start, ColdStart { every: 0, min_blocks: 1 });
+    assert_eq!((kv.relief, kv.max_blocks, kv.replay_offset), (Relief::Off, Some(1000), None));
+    let settings = &kv.settings;
+    assert_eq!((settings.load_penalty, settings.cap_sum_milli), (1_000, Some(7_642_155)));
+    assert_eq!((settings.seed_every, settings.seed_min_blocks), (0, 1));
     assert_eq!(config.prefill_timeout, Duration::from_mins(3));
-    assert_eq!(config.warnings.len(), 3, "{:?}", config.warnings);
+    assert_eq!(config.warnings.len(), 1, "{:?}", config.warnings);
 }
 
 #[test]
@@ -385,8 +386,8 @@ fn a_bad_value_is_refused_by_name_with_what_is_allowed() {
         ("LLB_KV_MIN_MATCH_TOKENS", "4097", "0 to 4096"),
         ("LLB_KV_MIN_MATCH_TOKENS", "-1", "0 to 4096"),
         ("LOXILB_KV_LB_MODE", "hardest", "off, hard"),
-        ("LOXILB_KV_LB_MODE", "soft", "not served yet"),
-        ("LOXILB_KV_LB_MODE", "adaptive-soft", "not served yet"),
+        ("LOXILB_KV_LOAD_PENALTY", "0", "1 to 100000"),
+        ("LOXILB_KV_CAP_SUM_MILLI", "1910538", "1910539 to 122274480"),
         ("LOXILB_KV_MEAN_LOAD_FACTOR", "99", "100 to 1000"),
         ("LOXILB_KV_MEAN_LOAD_FACTOR", "1001", "100 to 1000"),
         ("LOXILB_KV_SPILL_RELIEF", "sometimes", "auto"),
@@ -418,7 +419,7 @@ fn misspelt_and_unserved_variables_are_told() {
     let warnings = with_env([
         ("KVLB_THREDS", "3"),
         ("LLB_KV_NON_HASH_SEED", "0"),
-        ("LOXILB_KV_LOAD_PENALTY", "32"),
+        ("LLB_KV_LOADGUARD", "1"),
         ("KVLB_PORT", "tcp://10.0.0.1:80"),
         ("KVLB_PORT_80_TCP_ADDR", "10.0.0.1"),
         ("KVLB_SERVICE_HOST", "10.0.0.1"),
@@ -430,7 +431,7 @@ fn misspelt_and_unserved_variables_are_told() {
     assert_eq!(
         warnings,
         [
-            "LOXILB_KV_LOAD_PENALTY has no effect: it belongs to the soft blends, which are not served yet",
+            "LLB_KV_LOADGUARD has no effect: the load bound of LOXILB_KV_LB_MODE=hard does its work",
             "KVLB_THREDS is no variable of kvlb; did you mean KVLB_THREADS?",
             "LLB_KV_NON_HASH_SEED is no variable of kvlb; did you mean LLB_KV_NONE_HASH_SEED?",
         ]

@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use super::{
-    BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor, PortRange, Role,
-    Rule, RuleId, RuleKey, Score, Selector, TierWeights,
+    BlendRule, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor,
+    PortRange, Role, Rule, RuleId, RuleKey, Score, Selector, TierWeights,
 };
 use crate::contract::{BlockSize, HashAlgo};
 
@@ -38,8 +38,7 @@ pub(crate) fn rule() -> Rule {
             tier_weights: TierWeights::default(),
             observe: false,
             score: Score::Prefix,
-            lb_mode: None,
-            load_floor: 4,
+            blend: BlendRule::default(),
         },
         allowed_sources: Vec::new(),
         decision_headers: false,
@@ -47,6 +46,7 @@ pub(crate) fn rule() -> Rule {
         connections_max: None,
         forwarded_headers: true,
         client_half_close: false,
+        hash_load_factor: 125,
         limits: Limits::default(),
         breaker: Some(BreakerRule::default()),
         admin_down: false,

@@ -13,6 +13,6 @@ mod rule;
 pub use condition::{Admin, Breaker, Condition, Probe};
 pub use facts::{CacheConfig, EngineFacts, EventSource, Fact, Missing, Model, Version};
 pub use rule::{
-    BadStatusCodes, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor,
-    PortRange, ProbeKind, Role, Rule, RuleId, RuleKey, Score, Selector, StatusCodes, TierWeights,
+    BadStatusCodes, BlendRule, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode,
+    Monitor, PortRange, ProbeKind, Relief, Role, Rule, RuleId, RuleKey, Score, Selector, StatusCodes, TierWeights,
 };

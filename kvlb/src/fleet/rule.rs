@@ -92,6 +92,9 @@ pub struct Rule {
     pub forwarded_headers: bool,
     /// A client's FIN after a complete request does not count as its leaving (`clientHalfClose: allow`).
     pub client_half_close: bool,
+    /// Percent of its fair share that an endpoint may carry of requests that `chwbl` and `wrr-hash` place
+    /// (`chwbl_mean_load_factor`). Default 125.
+    pub hash_load_factor: u32,
     /// Time limits of the proxy.
     pub limits: Limits,
     /// When endpoints that fail get no traffic for a while (`cb_enable`); `None`: never.
@@ -347,10 +350,64 @@ pub struct KvRule {
     pub observe: bool,
     /// `kvScore`.
     pub score: Score,
-    /// `kvLbMode`; `None`: the process's `LOXILB_KV_LB_MODE`.
-    pub lb_mode: Option<crate::policy::Blend>,
-    /// `kvLoadFloor`: no cap is below this many requests. Default 4.
-    pub load_floor: u32,
+    /// How affinity and load are blended.
+    pub blend: BlendRule,
+}
+
+/// The rule's own numbers for blending affinity and load. `None`: the process's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlendRule {
+    /// `kvLbMode`.
+    pub mode: Option<crate::policy::Blend>,
+    /// `kvLoadFloor`: no bound is below this many requests.
+    pub load_floor: Option<u32>,
+    /// `kvMeanLoadFactor`, percent.
+    pub mean_load_factor: Option<u32>,
+    /// `kvLoadPenalty`, thousandths of a block.
+    pub load_penalty: Option<u32>,
+    /// `kvCapSumMilli`, thousandths.
+    pub cap_sum_milli: Option<u64>,
+    /// `kvSpillRelief`.
+    pub spill_relief: Option<Relief>,
+    /// `kvColdStartSeedN`, hits; 0: never.
+    pub seed_every: Option<u32>,
+    /// `kvColdStartMinBlocks`.
+    pub seed_min_blocks: Option<u32>,
+    /// `kvMinMatchTokens`.
+    pub min_match_tokens: Option<u32>,
+}
+
+/// Whether an owner of blocks that is over its bound may hand over to an endpoint that holds none: `LOXILB_KV_SPILL_RELIEF`,
+/// `kvSpillRelief`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Relief {
+    /// In single pools, not in prefill/decode.
+    #[default]
+    Auto,
+    /// Yes.
+    On,
+    /// No.
+    Off,
+}
+
+impl Relief {
+    /// What it means for a rule of this mode.
+    pub fn applies(self, mode: ExactMode) -> bool {
+        match self {
+            Self::Auto => mode == ExactMode::SinglePool,
+            Self::On => true,
+            Self::Off => false,
+        }
+    }
+
+    /// The word of the rule's field.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::On => "on",
+            Self::Off => "off",
+        }
+    }
 }
 
 /// Active probing of a rule's endpoints.

@@ -5,9 +5,11 @@
 //! chosen.
 
 mod blend;
+mod bound;
 mod selector;
 
-pub use blend::{Blend, BlendError, Choice, Refusal, Settings, choose};
+pub use blend::{BLENDS, Blend, CAP_SUM_MILLI, Choice, Refusal, Settings, UnknownBlend, cheapest, choose, cold_seed};
+pub use bound::Bound;
 pub use selector::{Turn, select};
 
 /// What is known of one endpoint at the moment of the choice.
@@ -23,6 +25,14 @@ pub struct Candidate {
     pub load: u32,
     /// Its share of the fleet's capacity: KV blocks where known, else 1, times its weight. Never 0 for an eligible one.
     pub capacity: u64,
+    /// What the operator says of its size, for selectors that go by that alone. Never 0 for an eligible one.
+    pub weight: u32,
+    /// Tokens of the prompt that it would have to compute; 0 where the prompt has no tokens.
+    pub uncached_tokens: u64,
+    /// Tokens of other requests' prompts that it has yet to compute, as far as kvlb knows.
+    pub waiting_tokens: u64,
+    /// Blocks that it holds at all; `None` where nothing tells.
+    pub inventory: Option<u64>,
     /// When it was last chosen, as a running number of the rule's choices; 0: never.
     pub last_chosen: u64,
 }

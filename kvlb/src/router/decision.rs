@@ -141,6 +141,10 @@ pub struct Decision {
     pub rank: Option<i64>,
     /// The load bound moved the request away from the largest overlap.
     pub spill: bool,
+    /// The endpoint is one that holds next to nothing, and was chosen to get blocks of its own.
+    pub seeded: bool,
+    /// Tokens of the prompts that the endpoint has to compute, as far as they were named.
+    pub uncached_tokens: u64,
     /// The endpoint holds too little yet, but requests under way there bring the same blocks.
     pub expected: bool,
     /// What the KV tier would have chosen, where it may not.

@@ -3,11 +3,13 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use xxhash_rust::xxh3::Xxh3;
+
 use super::decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
 use crate::contract::{BlockHash, BlockSize, Extra, HashError, KeySpace, Lora, TokenId};
 use crate::fleet::{ExactMode, Role, Rule, Score, Selector};
 use crate::openai::{self, Input, Prompt};
-use crate::policy::{self, Candidate, Refusal, Settings, Turn};
+use crate::policy::{self, Blend, Candidate, Choice, Refusal, Settings, Turn};
 use crate::tokenize::{self, Tokenizer};
 
 /// A rule made ready to route by.
@@ -101,6 +103,53 @@ pub trait View {
 
     /// A number that grows by one with every call.
     fn turn(&self) -> u64;
+
+    /// How many requests have been placed by what endpoints announced, with this one; `None` where this one is not counted.
+    fn hit(&self) -> Option<u64> {
+        None
+    }
+
+    /// Blocks that an endpoint holds, where its mirror tells.
+    fn inventory(&self, _endpoint: usize) -> Option<u64> {
+        None
+    }
+}
+
+/// What of a request the rule's own selector may go by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// The client's address.
+    pub client: Option<IpAddr>,
+    /// A number that requests with the same model and the same beginning of their prompt share ([`prefix`]).
+    pub prefix: Option<u64>,
+}
+
+/// Bytes of a prompt that selectors hash: what LoxiLB's hash over prefixes goes by, so that a rule that comes from there finds
+/// its clients spread alike.
+const PREFIX_BYTES: usize = 512;
+
+/// A number that requests with the same model and the same beginning share; `None` for those without a prompt.
+pub fn prefix(prompt: &Prompt) -> Option<u64> {
+    let mut hash = Xxh3::new();
+    hash.update(prompt.served.as_deref().unwrap_or_default().as_bytes());
+    let mut left = PREFIX_BYTES;
+    let mut add = |bytes: &[u8]| {
+        let taken = bytes.len().min(left);
+        left -= taken;
+        hash.update(&bytes[..taken]);
+        left > 0
+    };
+    match prompt.inputs.first()? {
+        Input::Text(text) => _ = add(text.as_bytes()),
+        Input::Tokens(ids) => _ = ids.iter().all(|id| add(&id.0.to_le_bytes())),
+        Input::Chat(chat) => {
+            let texts = |message: &openai::Message| {
+                add(message.role.as_bytes()) && message.content.iter().all(|part| add(part.text.as_bytes()))
+            };
+            _ = chat.messages.iter().all(texts);
+        }
+    }
+    Some(hash.digest())
 }
 
 /// Names the blocks of a request's prompts.
@@ -197,7 +246,7 @@ pub fn route(
     service: &Service,
     named: &Result<Named, Miss>,
     view: &dyn View,
-    client: Option<IpAddr>,
+    origin: Origin,
     tried: &[usize],
 ) -> Decision {
     let mut candidates = view.candidates();
@@ -213,10 +262,20 @@ pub fn route(
         Ok(decision) => Decision { prompts, ..decision },
         Err(miss) => Decision { miss: Some(miss), prompts, ..Decision::default() },
     };
+    // Tokens that the endpoint has to compute for it.
+    let work = |endpoint: Option<usize>| {
+        endpoint.and_then(|endpoint| candidates.get(endpoint)).map_or(0, |candidate| candidate.uncached_tokens)
+    };
     if decision.endpoint.is_some() && !service.rule.kv.observe {
-        return decision;
+        return Decision { uncached_tokens: work(decision.endpoint), ..decision };
     }
-    let endpoint = fallback(service, view, client, &candidates);
+    let by_cost = service.settings.blend == Blend::Cost && named.is_ok() && !service.rule.kv.observe;
+    let endpoint = if by_cost {
+        policy::cheapest(&candidates).map(|candidate| candidate.endpoint)
+    } else {
+        fallback(service, view, origin, &candidates)
+    };
+    let decision = Decision { uncached_tokens: work(endpoint), ..decision };
     if !service.rule.kv.observe {
         return Decision { endpoint, ..decision };
     }
@@ -232,6 +291,7 @@ pub fn route(
         rank: None,
         expected: false,
         spill: false,
+        seeded: false,
         observed,
         ..decision
     }
@@ -264,12 +324,16 @@ fn affinity(
         })
     };
     let expected = view.expected(named);
+    let size = service.rule.kv.block_size.tokens();
+    let blocks: usize = named.prompts.iter().map(|prompt| prompt.tokens / size).sum();
+    let tokens: usize = named.prompts.iter().map(|prompt| prompt.tokens).sum();
     for candidate in &mut *candidates {
         let coming = expected.get(candidate.endpoint).copied().unwrap_or_default();
         candidate.overlap = announced(candidate.endpoint).max(coming);
+        // An engine computes the last token of a prompt anew, and with it the block that it is in.
+        let most = tokens.saturating_sub(1) / size * size;
+        candidate.uncached_tokens = (tokens - (candidate.overlap as usize).saturating_mul(size).min(most)) as u64;
     }
-    let size = service.rule.kv.block_size.tokens();
-    let blocks: usize = named.prompts.iter().map(|prompt| prompt.tokens / size).sum();
     let longest = named.prompts.iter().map(|prompt| prompt.tokens).max().unwrap_or_default();
     let too_short = longest < service.min_match_tokens as usize;
     let min_overlap = min_overlap(service, blocks);
@@ -283,23 +347,39 @@ fn affinity(
     if too_short {
         return Err(Miss::because(Reason::Shallow, "prompt"));
     }
-    let overlap = held.get(choice.endpoint).copied().unwrap_or_default();
     // A hit is what was announced. Blocks that are only on their way steer the choice and are no hit: else names that never
     // agree would look healthy in every burst.
     let somewhere = candidates.iter().filter(|c| c.eligible).map(|c| announced(c.endpoint)).max().unwrap_or_default();
     let expected =
         announced(choice.endpoint) < min_overlap && (choice.overlap >= min_overlap || somewhere < min_overlap);
+    let seed = if expected || service.rule.kv.observe { None } else { cold_seed(service, view, candidates, choice) };
+    let endpoint = seed.unwrap_or(choice.endpoint);
+    let overlap = held.get(endpoint).copied().unwrap_or_default();
     Ok(Decision {
-        endpoint: Some(choice.endpoint),
+        endpoint: Some(endpoint),
         tier: Tier::Overlap,
         depth: overlap.depth,
         count: overlap.count,
         rank: overlap.rank,
-        spill: choice.spill,
+        spill: choice.spill && seed.is_none(),
+        seeded: seed.is_some(),
         expected,
         miss: expected.then_some(Miss::because(Reason::NoWorker, "expected")),
         ..Decision::default()
     })
+}
+
+/// The cold endpoint that gets this hit instead, where it is one's turn.
+fn cold_seed(service: &Service, view: &dyn View, candidates: &mut [Candidate], choice: Choice) -> Option<usize> {
+    let settings = &service.settings;
+    let hit = view.hit()?;
+    if settings.seed_every == 0 || !hit.is_multiple_of(settings.seed_every.into()) {
+        return None;
+    }
+    for candidate in &mut *candidates {
+        candidate.inventory = view.inventory(candidate.endpoint);
+    }
+    policy::cold_seed(candidates, settings, choice.endpoint, hit)
 }
 
 /// Blocks that must match: as many as hold `min_match_tokens`, though never more than the prompts have.
@@ -309,8 +389,13 @@ fn min_overlap(service: &Service, blocks: usize) -> u32 {
 }
 
 /// Tier 2. A split rule asks the least loaded prefill endpoint, in turn where loads are equal; a pool asks its selector.
-fn fallback(service: &Service, view: &dyn View, client: Option<IpAddr>, candidates: &[Candidate]) -> Option<usize> {
-    let turn = Turn { number: view.turn(), client };
+fn fallback(service: &Service, view: &dyn View, origin: Origin, candidates: &[Candidate]) -> Option<usize> {
+    let turn = Turn {
+        number: view.turn(),
+        client: origin.client,
+        prefix: origin.prefix,
+        load_factor: service.rule.hash_load_factor,
+    };
     if service.rule.kv.mode != ExactMode::PrefillDecode {
         return policy::select(service.rule.selector, candidates, turn);
     }
@@ -363,7 +448,6 @@ mod tests {
     use crate::contract::{Hasher, KeyEra, NoneSeed};
     use crate::fleet::fixtures::{endpoint, rule};
     use crate::openai::Request;
-    use crate::policy::Blend;
 
     /// Remembers nothing.
     struct Forgetful;
@@ -492,20 +576,20 @@ mod tests {
         let size = BlockSize::new(16).unwrap();
         let shape = |named: &Result<Named, Miss>| (shapes(named, size)[0].tokens, shapes(named, size)[0].blocks);
         assert_eq!(shape(&prompt_a), (40, 2));
-        let cold = route(&service, &prompt_a, &fleet, None, &[]);
+        let cold = route(&service, &prompt_a, &fleet, Origin::default(), &[]);
         assert_eq!((cold.endpoint, cold.tier, cold.miss), (Some(0), Tier::Selector, Some(Miss::new(Reason::NoWorker))));
         fleet.held[0].extend(&prompt_a.unwrap().prompts[0].names[0]);
         let prompt_b = named(&service, &preamble_and(2000..2006));
         assert_eq!(shape(&prompt_b), (38, 2));
-        let warm = route(&service, &prompt_b, &fleet, None, &[]);
+        let warm = route(&service, &prompt_b, &fleet, Origin::default(), &[]);
         assert_eq!((warm.endpoint, warm.tier, warm.depth, warm.count), (Some(0), Tier::Overlap, 2, 2));
         // The coda: the owner refuses, and nobody else holds anything; the fallback stays among prefill endpoints.
-        let again = route(&service, &prompt_b, &fleet, None, &[0]);
+        let again = route(&service, &prompt_b, &fleet, Origin::default(), &[0]);
         assert_eq!((again.endpoint, again.miss), (Some(2), Some(Miss::new(Reason::Excluded))));
         // With a second holder the second-best overlap wins.
         let first_block = named(&service, &ids(1..17)).unwrap().prompts[0].names[0].clone();
         fleet.held[2].extend(&first_block);
-        let second = route(&service, &prompt_b, &fleet, None, &[0]);
+        let second = route(&service, &prompt_b, &fleet, Origin::default(), &[0]);
         assert_eq!((second.endpoint, second.tier, second.depth), (Some(2), Tier::Overlap, 1));
     }
 
@@ -517,9 +601,9 @@ mod tests {
         assert_eq!(why(&service, br#"{"model":"m"}"#), Some(Reason::TextEmpty));
         assert_eq!(why(&service, br#"{"prompt":[1,2,3]}"#), Some(Reason::ModelEmpty));
         assert_eq!(why(&service, br#"{"model":"m","prompt":"text"}"#), Some(Reason::Tokenize));
-        let cold = route(&service, &named(&service, &ids(0..32)), &fleet, None, &[]);
+        let cold = route(&service, &named(&service, &ids(0..32)), &fleet, Origin::default(), &[]);
         assert_eq!(cold.miss, Some(Miss::new(Reason::NoWorker)));
-        let short = route(&service, &named(&service, &ids(0..15)), &fleet, None, &[]);
+        let short = route(&service, &named(&service, &ids(0..15)), &fleet, Origin::default(), &[]);
         assert_eq!(short.miss, Some(Miss::because(Reason::Shallow, "prompt")));
         let mut off = rule();
         off.kv.mode = ExactMode::Off;
@@ -536,14 +620,14 @@ mod tests {
         service.min_match_tokens = 40;
         let prompt = named(&service, &ids(0..64));
         fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..2]);
-        let shallow = route(&service, &prompt, &fleet, None, &[]);
+        let shallow = route(&service, &prompt, &fleet, Origin::default(), &[]);
         assert_eq!(shallow.miss, Some(Miss::because(Reason::Shallow, "match")));
         fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..3]);
-        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(1));
+        assert_eq!(route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint, Some(1));
         service.min_match_tokens = 16;
         let one_block = named(&service, &ids(500..516));
         fleet.held[1].extend(&one_block.as_ref().unwrap().prompts[0].names[0]);
-        let back = route(&service, &one_block, &fleet, None, &[]);
+        let back = route(&service, &one_block, &fleet, Origin::default(), &[]);
         assert_eq!((back.endpoint, back.tier, back.depth), (Some(1), Tier::Overlap, 1));
     }
 
@@ -555,12 +639,12 @@ mod tests {
         let names = prompt.as_ref().unwrap().prompts[0].names[0].clone();
         fleet.held[0].extend(&names[4..]);
         fleet.held[1].extend(&names[..3]);
-        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(1));
+        assert_eq!(route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint, Some(1));
         let mut counting = rule();
         counting.kv.score = Score::Count;
         counting.endpoints.clone_from(&service.rule.endpoints);
         service.rule = Arc::new(counting);
-        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(0));
+        assert_eq!(route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint, Some(0));
     }
 
     #[test]
@@ -571,7 +655,7 @@ mod tests {
         let prompts = &batch.as_ref().unwrap().prompts;
         fleet.held[0].extend(&prompts[0].names[0]);
         fleet.held[1].extend(&prompts[1].names[0]);
-        let decision = route(&service, &batch, &fleet, None, &[]);
+        let decision = route(&service, &batch, &fleet, Origin::default(), &[]);
         assert_eq!((decision.endpoint, decision.depth), (Some(1), 4));
     }
 
@@ -580,17 +664,21 @@ mod tests {
         let (service, mut fleet) = pool(3);
         fleet.coming = vec![0, 0, 2];
         let prompt = named(&service, &ids(0..64));
-        let follows = route(&service, &prompt, &fleet, None, &[]);
+        let follows = route(&service, &prompt, &fleet, Origin::default(), &[]);
         assert_eq!(
             (follows.endpoint, follows.tier, follows.depth, follows.expected),
             (Some(2), Tier::Overlap, 0, true)
         );
         assert_eq!(follows.miss.map(|miss| miss.reason), Some(Reason::NoWorker));
         fleet.held[2].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..1]);
-        let hit = route(&service, &prompt, &fleet, None, &[]);
+        let hit = route(&service, &prompt, &fleet, Origin::default(), &[]);
         assert_eq!((hit.endpoint, hit.depth, hit.expected, hit.miss), (Some(2), 1, false, None));
         fleet.held[0].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..3]);
-        assert_eq!(route(&service, &prompt, &fleet, None, &[]).endpoint, Some(0), "three announced beat two expected");
+        assert_eq!(
+            route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint,
+            Some(0),
+            "three announced beat two expected"
+        );
     }
 
     #[test]
@@ -601,7 +689,7 @@ mod tests {
         let mut observing = (*service.rule).clone();
         observing.kv.observe = true;
         service.rule = Arc::new(observing);
-        let chosen: Vec<_> = (0..4).map(|_| route(&service, &prompt, &fleet, None, &[])).collect();
+        let chosen: Vec<_> = (0..4).map(|_| route(&service, &prompt, &fleet, Origin::default(), &[])).collect();
         assert_eq!(chosen.iter().map(|d| d.endpoint).collect::<Vec<_>>(), [Some(0), Some(1), Some(0), Some(1)]);
         let would = Observed { endpoint: 1, depth: 4, expected: false };
         assert!(chosen.iter().all(|d| d.tier == Tier::Selector && d.observed == Some(would)));
@@ -626,7 +714,7 @@ mod tests {
     #[test]
     fn with_nobody_left_there_is_no_endpoint() {
         let (service, fleet) = pool(2);
-        let decision = route(&service, &named(&service, &ids(0..32)), &fleet, None, &[0, 1]);
+        let decision = route(&service, &named(&service, &ids(0..32)), &fleet, Origin::default(), &[0, 1]);
         assert_eq!(decision.endpoint, None);
     }
 
@@ -635,7 +723,9 @@ mod tests {
         let service = service(ExactMode::PrefillDecode, &[Role::Prefill, Role::Prefill, Role::Prefill, Role::Decode]);
         let fleet = Fleet { held: vec![BTreeSet::new(); 4], load: vec![1, 3, 1, 0], ..Fleet::default() };
         let got: Vec<_> = (0..4)
-            .map(|n| route(&service, &named(&service, &ids(n * 100..n * 100 + 32)), &fleet, None, &[]).endpoint)
+            .map(|n| {
+                route(&service, &named(&service, &ids(n * 100..n * 100 + 32)), &fleet, Origin::default(), &[]).endpoint
+            })
             .collect();
         assert_eq!(got, [Some(0), Some(2), Some(0), Some(2)]);
     }

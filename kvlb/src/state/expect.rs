@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::live::EndpointId;
+use super::live::{EndpointId, Waiting};
 use crate::contract::BlockHash;
 
 /// Locks over which first names are spread, so that data threads rarely meet.
@@ -85,6 +85,8 @@ struct Entry {
     number: u64,
     endpoint: EndpointId,
     names: Arc<[BlockHash]>,
+    /// The work that is done when they are announced.
+    work: Option<Arc<Waiting>>,
     /// When it ends; none while its request is not answered.
     until: Option<Instant>,
 }
@@ -132,12 +134,13 @@ impl Expectations {
         &self.shards[usize::try_from(first.0 % SHARDS as u64).unwrap_or_default()]
     }
 
-    /// Expects the blocks of one prompt at an endpoint. Nothing is expected of a prompt without a full block, nor beyond the
+    /// Expects the blocks of one prompt at an endpoint, with whose announcement `work` is done. Nothing is expected of a prompt without a full block, nor beyond the
     /// bound of names.
     pub fn add(
         self: &Arc<Self>,
         endpoint: EndpointId,
         names: impl Into<Arc<[BlockHash]>>,
+        work: Option<Arc<Waiting>>,
         now: Instant,
     ) -> Option<Expectation> {
         let names: Arc<[BlockHash]> = names.into();
@@ -152,7 +155,7 @@ impl Expectations {
             return None;
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let entry = Entry { number, endpoint, names, until: None };
+        let entry = Entry { number, endpoint, names, work, until: None };
         sums.add(&entry);
         drop(sums);
         shard.by_first.entry(first).or_default().push(entry);
@@ -170,7 +173,13 @@ impl Expectations {
             names.filter_map(|name| sums.ends.get(&(endpoint, name)).map(|(first, _)| (*first, name))).collect();
         drop(sums);
         for (first, last) in there {
-            let is_it = |entry: &Entry| entry.endpoint == endpoint && entry.names.last() == Some(&last);
+            let is_it = |entry: &Entry| {
+                let is_it = entry.endpoint == endpoint && entry.names.last() == Some(&last);
+                if is_it && let Some(work) = &entry.work {
+                    work.release();
+                }
+                is_it
+            };
             self.shard(first).lock().remove(&self.sums, first, is_it);
         }
     }
@@ -255,8 +264,8 @@ mod tests {
     #[test]
     fn a_prompt_is_expected_where_one_like_it_is_under_way() {
         let (all, now) = (Arc::new(Expectations::default()), clock::now());
-        let one = all.add(EndpointId(1), names(&[1, 2, 3]), now);
-        let _other = all.add(EndpointId(2), names(&[1, 2, 9, 10]), now);
+        let one = all.add(EndpointId(1), names(&[1, 2, 3]), None, now);
+        let _other = all.add(EndpointId(2), names(&[1, 2, 9, 10]), None, now);
         let mut depths = all.depths(&names(&[1, 2, 9, 11]), now);
         depths.sort_unstable();
         assert_eq!(depths, [(EndpointId(1), 2), (EndpointId(2), 3)]);
@@ -268,20 +277,20 @@ mod tests {
     #[test]
     fn an_answered_request_lingers_and_then_leaves_nothing() {
         let (all, now) = (Arc::new(Expectations::default()), clock::now());
-        all.add(EndpointId(1), names(&[1, 2]), now).unwrap().answered(now);
+        all.add(EndpointId(1), names(&[1, 2]), None, now).unwrap().answered(now);
         assert_eq!(all.depths(&names(&[1]), now + LINGER / 2), [(EndpointId(1), 1)]);
         assert_eq!(all.depths(&names(&[1]), now + LINGER), []);
         let _rest: Vec<_> =
-            (0..SWEEP_EVERY).map(|_| all.add(EndpointId(3), names(&[1 + SHARDS as u64]), now + LINGER)).collect();
+            (0..SWEEP_EVERY).map(|_| all.add(EndpointId(3), names(&[1 + SHARDS as u64]), None, now + LINGER)).collect();
         assert_eq!(all.depths(&names(&[1]), now), [], "swept");
     }
 
     #[test]
     fn what_has_been_announced_is_not_expected_any_more() {
         let (all, now) = (Arc::new(Expectations::default()), clock::now());
-        let kept: Vec<_> = (0..3).map(|_| all.add(EndpointId(1), names(&[1, 2, 3]), now)).collect();
-        let _longer = all.add(EndpointId(1), names(&[1, 2, 3, 4]), now);
-        let _elsewhere = all.add(EndpointId(2), names(&[1, 2, 3]), now);
+        let kept: Vec<_> = (0..3).map(|_| all.add(EndpointId(1), names(&[1, 2, 3]), None, now)).collect();
+        let _longer = all.add(EndpointId(1), names(&[1, 2, 3, 4]), None, now);
+        let _elsewhere = all.add(EndpointId(2), names(&[1, 2, 3]), None, now);
         all.announced(EndpointId(1), names(&[1, 2]).into_iter());
         assert_eq!(all.len(), 16);
         all.announced(EndpointId(1), names(&[3, 9]).into_iter());
@@ -291,14 +300,28 @@ mod tests {
     }
 
     #[test]
+    fn with_the_announcement_of_its_last_block_a_prompts_work_is_done() {
+        let (all, now) = (Arc::new(Expectations::default()), clock::now());
+        let meters = Arc::new(super::super::Meters::new(EndpointId(1)));
+        let work = meters.await_tokens(48);
+        let _kept = all.add(EndpointId(1), names(&[1, 2, 3]), Some(Arc::clone(&work)), now);
+        all.announced(EndpointId(1), names(&[1, 2]).into_iter());
+        assert_eq!(meters.waiting_tokens(), 48);
+        all.announced(EndpointId(1), names(&[3]).into_iter());
+        assert_eq!(meters.waiting_tokens(), 0);
+        drop(work);
+        assert_eq!(meters.waiting_tokens(), 0);
+    }
+
+    #[test]
     fn what_is_expected_is_bounded() {
         let (all, now) = (Arc::new(Expectations::default()), clock::now());
         let long: Vec<_> = (0..1000).map(BlockHash).collect();
-        let kept: Vec<_> = (0..10_000).filter_map(|_| all.add(EndpointId(1), long.clone(), now)).collect();
+        let kept: Vec<_> = (0..10_000).filter_map(|_| all.add(EndpointId(1), long.clone(), None, now)).collect();
         assert!(kept.len() < ALIKE_MAX && all.len() <= NAMES_MAX, "{} {}", kept.len(), all.len());
         drop(kept);
         assert_eq!(all.len(), 0);
-        assert!(all.add(EndpointId(1), names(&[]), now).is_none());
+        assert!(all.add(EndpointId(1), names(&[]), None, now).is_none());
     }
 
     #[test]

@@ -389,6 +389,12 @@ impl EndpointKv {
         self.label.load_full()
     }
 
+    /// Whether all of its event streams are heard.
+    pub fn is_connected(&self) -> bool {
+        let feeds = self.feeds.load();
+        !feeds.is_empty() && feeds.iter().all(|feed| feed.connected.load(Ordering::Relaxed))
+    }
+
     /// Its state at `now`.
     pub fn status(&self, now: Instant) -> KvStatus {
         let feeds = self.feeds.load();
@@ -407,7 +413,7 @@ impl EndpointKv {
             rehashed: self.is_rehashed(),
             blocks: self.blocks(),
             ranks: self.ranks.load().len(),
-            connected: !feeds.is_empty() && feeds.iter().all(|feed| feed.connected.load(Ordering::Relaxed)),
+            connected: self.is_connected(),
             replay: worst.unwrap_or_default(),
             sequence: feeds.first().and_then(last).map(|(seq, _)| seq),
             last_event_age: newest.map(|at| now.saturating_duration_since(at)),

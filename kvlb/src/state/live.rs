@@ -35,6 +35,7 @@ pub struct Meters {
     /// Which endpoint.
     pub id: EndpointId,
     load: AtomicU32,
+    waiting_tokens: AtomicU64,
     probe: AtomicU8,
     last_chosen: AtomicU64,
     requests: AtomicU64,
@@ -52,6 +53,7 @@ impl Meters {
         Self {
             id,
             load: AtomicU32::new(0),
+            waiting_tokens: AtomicU64::new(0),
             probe: AtomicU8::new(0),
             last_chosen: AtomicU64::new(0),
             requests: AtomicU64::new(0),
@@ -66,6 +68,17 @@ impl Meters {
     /// Requests in flight.
     pub fn load(&self) -> u32 {
         self.load.load(Ordering::Relaxed)
+    }
+
+    /// Tokens of prompts that it has yet to compute, as far as kvlb knows.
+    pub fn waiting_tokens(&self) -> u64 {
+        self.waiting_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Counts tokens as yet to be computed there, until they are released.
+    pub fn await_tokens(self: &Arc<Self>, tokens: u64) -> Arc<Waiting> {
+        self.waiting_tokens.fetch_add(tokens, Ordering::Relaxed);
+        Arc::new(Waiting { meters: Arc::clone(self), tokens: AtomicU64::new(tokens) })
     }
 
     /// Requests sent there since the endpoint was added.
@@ -176,6 +189,29 @@ impl Drop for InFlight {
     }
 }
 
+/// Tokens that an endpoint has yet to compute for one request: counted until the answer's first byte, the announcement of the
+/// prompt's blocks, or the request's end, whichever comes first.
+#[derive(Debug)]
+pub struct Waiting {
+    meters: Arc<Meters>,
+    tokens: AtomicU64,
+}
+
+impl Waiting {
+    /// They are computed, or will not be.
+    pub fn release(&self) {
+        let tokens = self.tokens.swap(0, Ordering::Relaxed);
+        let before = self.meters.waiting_tokens.fetch_sub(tokens, Ordering::Relaxed);
+        debug_assert!(before >= tokens, "waiting tokens went below zero");
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -190,6 +226,19 @@ mod tests {
         assert_eq!(meters.load(), 5);
         drop(batch);
         assert_eq!((meters.load(), meters.requests(), meters.last_chosen()), (0, 2, 2));
+    }
+
+    #[test]
+    fn tokens_wait_until_they_are_released_once() {
+        let meters = Arc::new(Meters::new(EndpointId(1)));
+        let first = meters.await_tokens(700);
+        let second = meters.await_tokens(30);
+        assert_eq!(meters.waiting_tokens(), 730);
+        let announced = Arc::clone(&first);
+        announced.release();
+        assert_eq!(meters.waiting_tokens(), 30);
+        drop((first, announced, second));
+        assert_eq!(meters.waiting_tokens(), 0);
     }
 
     #[test]

@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 pub use expect::{Expectation, Expectations};
-pub use live::{EndpointId, InFlight, ListedModel, Meters};
+pub use live::{EndpointId, InFlight, ListedModel, Meters, Waiting};
 pub use retry::RetryBudget;
 pub use scrape::page;
 pub use table::{Endpoint, Onlooker, STATUS_CLASSES, Service, Table, Unserved, Visit};
@@ -35,7 +35,7 @@ pub use tokenizers::{Staged, Tokenizers, Wanted};
 
 use crate::clock;
 use crate::contract::{NoneSeed, Rehash};
-use crate::fleet::{ExactMode, Rule};
+use crate::fleet::{ExactMode, Relief, Rule};
 use crate::policy::Settings;
 use crate::router;
 use crate::telemetry::Metrics;
@@ -49,8 +49,8 @@ pub struct Config {
     pub none_seed: NoneSeed,
     /// The load blend and its numbers; a rule's own fields win.
     pub settings: Settings,
-    /// `LOXILB_KV_SPILL_RELIEF`: `None` is auto, on for single pools and off for split ones.
-    pub spill_relief: Option<bool>,
+    /// `LOXILB_KV_SPILL_RELIEF`.
+    pub spill_relief: Relief,
     /// `LLB_KV_MIN_MATCH_TOKENS`.
     pub min_match_tokens: u32,
     /// `LOXILB_KV_MAX_BLOCKS`: names kept per endpoint and rank. `None`: four times what the engine has, at most 10
@@ -69,7 +69,7 @@ impl Default for Config {
         Self {
             none_seed: NoneSeed::Unset,
             settings: Settings::default(),
-            spill_relief: None,
+            spill_relief: Relief::Auto,
             min_match_tokens: 16,
             max_blocks: None,
             max_tokens: 262_144,
@@ -215,13 +215,14 @@ impl State {
             ready: router::Service {
                 rule: Arc::clone(rule),
                 settings: self.settings(rule),
-                min_match_tokens: self.config.min_match_tokens,
+                min_match_tokens: rule.kv.blend.min_match_tokens.unwrap_or(self.config.min_match_tokens),
             },
             endpoints,
             index,
             expectations,
             visits: old.map_or_else(Arc::default, |old| Arc::clone(&old.visits)),
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
+            hits: old.map_or_else(Arc::default, |old| Arc::clone(&old.hits)),
             choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
             classes: Default::default(),
             failures: Failures::default(),
@@ -268,11 +269,17 @@ impl State {
     }
 
     fn settings(&self, rule: &Rule) -> Settings {
+        let (own, ours) = (&rule.kv.blend, self.config.settings);
         Settings {
-            blend: rule.kv.lb_mode.unwrap_or(self.config.settings.blend),
-            load_floor: rule.kv.load_floor,
-            spill_relief: self.config.spill_relief.unwrap_or(rule.kv.mode == ExactMode::SinglePool),
-            ..self.config.settings
+            blend: own.mode.unwrap_or(ours.blend),
+            mean_load_factor: own.mean_load_factor.unwrap_or(ours.mean_load_factor),
+            load_penalty: own.load_penalty.unwrap_or(ours.load_penalty),
+            cap_sum_milli: own.cap_sum_milli.or(ours.cap_sum_milli),
+            load_floor: own.load_floor.unwrap_or(ours.load_floor),
+            spill_relief: own.spill_relief.unwrap_or(self.config.spill_relief).applies(rule.kv.mode),
+            min_overlap: ours.min_overlap,
+            seed_every: own.seed_every.unwrap_or(ours.seed_every),
+            seed_min_blocks: own.seed_min_blocks.unwrap_or(ours.seed_min_blocks),
         }
     }
 

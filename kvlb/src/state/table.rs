@@ -52,6 +52,8 @@ pub struct Service {
     /// Client connections that may bring requests for the rule.
     pub(super) visits: Arc<AtomicU32>,
     pub(super) choices: Arc<AtomicU64>,
+    /// Requests placed by what endpoints announced.
+    pub(super) hits: Arc<AtomicU64>,
 }
 
 /// One client connection of a rule, until it is dropped.
@@ -308,10 +310,12 @@ impl View for Service {
         let candidate = |(position, endpoint): (usize, &Endpoint)| Candidate {
             endpoint: position,
             eligible: !self.rule().admin_down && may_be_asked(endpoint) && !endpoint.meters.addresses().is_empty(),
-            overlap: 0,
             load: endpoint.meters.load(),
             capacity: sizes.as_ref().map_or(1, |sizes| sizes[position]).saturating_mul(weight(endpoint)),
+            weight: endpoint.spec.weight.max(1).into(),
+            waiting_tokens: endpoint.meters.waiting_tokens(),
             last_chosen: endpoint.meters.last_chosen(),
+            ..Candidate::default()
         };
         self.endpoints.iter().enumerate().map(candidate).collect()
     }
@@ -356,6 +360,16 @@ impl View for Service {
 
     fn turn(&self) -> u64 {
         self.next_turn()
+    }
+
+    fn hit(&self) -> Option<u64> {
+        Some(self.hits.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    fn inventory(&self, endpoint: usize) -> Option<u64> {
+        let kv = self.endpoints.get(endpoint)?.kv.as_ref()?;
+        // What is not heard tells nothing.
+        kv.is_connected().then(|| kv.blocks() as u64)
     }
 }
 

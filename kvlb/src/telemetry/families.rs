@@ -66,6 +66,9 @@ families! {
     fallthrough: counter("loxilb_pd_kv_tier15_fallthrough_total");
     /// Requests that the load bound moved away from the largest overlap, by the endpoint that got them.
     spills: counters("loxilb_pd_kv_tier15_spills_total", ["ep_idx"]);
+    /// Requests that went to an endpoint with next to no blocks, so that it gets some, instead of to the one chosen for its
+    /// overlap; by the endpoint that got them.
+    cold_seeds: counters("loxilb_pd_kv_tier15_cold_seeds_total", ["ep_idx"]);
     /// Blocks in the mirror of one endpoint's cache.
     blocks: gauges("loxilb_pd_kv_blocks", ["service", "ep_idx"]);
     /// The event socket of one endpoint is up (1) or down (0).

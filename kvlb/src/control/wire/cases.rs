@@ -10,7 +10,9 @@ use super::Body;
 use super::fields::{ENDPOINT, SERVICE};
 use crate::contract::HashAlgo;
 use crate::control::Problem;
-use crate::fleet::{EngineType, ExactMode, Keying, ProbeKind, Role, Rule, RuleId, Score, Selector, TierWeights};
+use crate::fleet::{
+    BlendRule, EngineType, ExactMode, Keying, ProbeKind, Relief, Role, Rule, RuleId, Score, Selector, TierWeights,
+};
 use crate::policy::Blend;
 
 /// Section 8.1 of the source document, as printed.
@@ -97,12 +99,35 @@ fn the_documents_body_is_accepted_as_printed() {
 fn defaults_are_the_documents_and_our_own() {
     let rule = rule(&service(json!({"sel": null, "protocol": null, "kvExactMode": null}))).unwrap();
     assert_eq!((rule.selector, rule.kv.mode), (Selector::RoundRobin, ExactMode::Off));
-    assert_eq!((rule.kv.score, rule.kv.lb_mode, rule.kv.load_floor), (Score::Prefix, None, 4));
+    assert_eq!((rule.kv.score, rule.kv.blend, rule.hash_load_factor), (Score::Prefix, BlendRule::default(), 125));
     assert_eq!((rule.max_inspect_bytes, rule.forwarded_headers), (32 << 20, true));
     assert!(!rule.decision_headers && !rule.client_half_close && !rule.admin_down);
     assert_eq!(rule.limits, crate::fleet::Limits::default());
     assert_eq!(rule.endpoints[0].weight, 1);
     assert!(rule.allowed_sources.is_empty());
+}
+
+#[test]
+fn every_number_of_the_blend_has_its_effect() {
+    let rule = rule(&service(
+        json!({"kvLbMode": "adaptive-soft", "kvLoadFloor": 1, "kvMeanLoadFactor": 200, "kvLoadPenalty": 40,
+            "kvCapSumMilli": 15_284_310, "kvSpillRelief": "off", "kvColdStartSeedN": 0, "kvColdStartMinBlocks": 8,
+            "kvMinMatchTokens": 64, "sel": 8, "chwbl_mean_load_factor": 150}),
+    ))
+    .unwrap();
+    assert_eq!((rule.selector, rule.hash_load_factor), (Selector::Chwbl, 150));
+    let blend = BlendRule {
+        mode: Some(Blend::AdaptiveSoft),
+        load_floor: Some(1),
+        mean_load_factor: Some(200),
+        load_penalty: Some(40),
+        cap_sum_milli: Some(15_284_310),
+        spill_relief: Some(Relief::Off),
+        seed_every: Some(0),
+        seed_min_blocks: Some(8),
+        min_match_tokens: Some(64),
+    };
+    assert_eq!(rule.kv.blend, blend);
 }
 
 #[test]
@@ -115,7 +140,7 @@ fn every_served_field_has_its_effect() {
             "inactiveTimeOut": 120, "timeoutMemberConnect": 250, "timeoutTcpInspect": 5000,
             "timeoutFirstByte": 1500, "max_stream_duration_sec": 900, "kvBlockSize": 32, "kvHashAlgo": "xxhash_cbor",
             "kvZmqPort": 6000, "kvWarmupSec": 0, "kvEngineType": "vllm", "kvDpRankCount": 2, "kvReplayPort": 6100,
-            "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "rehash", "decisionHeaders": true,
+            "kvScore": "count", "kvKeying": "rehash", "decisionHeaders": true,
             "kvTierWeights": {"cpu": 0.5}, "kvObserve": true,
             "maxInspectBytes": 1024, "forwardedHeaders": false, "clientHalfClose": "allow"}),
         json!({"allowedSources": [{"prefix": "10.0.0.1/8"}, {"prefix": "::1"}],
@@ -144,7 +169,7 @@ fn every_served_field_has_its_effect() {
     assert_eq!(rule.limits.total, Some(Duration::from_mins(15)));
     assert_eq!((rule.kv.block_size.get(), rule.kv.algo), (32, HashAlgo::XxhashCbor));
     assert_eq!((rule.kv.zmq_port, rule.kv.replay_port, rule.kv.dp_ranks), (6000, Some(6100), Some(2)));
-    assert_eq!((rule.kv.score, rule.kv.lb_mode, rule.kv.load_floor), (Score::Count, Some(Blend::Off), 1));
+    assert_eq!(rule.kv.score, Score::Count);
     assert_eq!((rule.max_inspect_bytes, rule.forwarded_headers), (1024, false));
     assert_eq!((rule.kv.keying, rule.kv.observe), (Keying::Rehash, true));
     assert_eq!(rule.kv.tier_weights, TierWeights { cpu: 500, storage: 0 });
@@ -282,10 +307,8 @@ fn modes_and_selectors_that_are_not_served_are_refused_by_name() {
         (service(json!({"sel": 5})), "not_supported", "sel 5 (n2)"),
         (service(json!({"sel": 6})), "not_supported", "sel 6 (n3)"),
         (service(json!({"sel": 7})), "not_supported", "reserved"),
-        (service(json!({"sel": 8})), "not_supported_yet", "sel 8 (chwbl)"),
-        (service(json!({"sel": 9})), "not_supported_yet", "gpuaware"),
-        (service(json!({"sel": 10})), "not_supported_yet", "wrr-hash"),
-        (service(json!({"sel": 11})), "out_of_range", "0 to 4"),
+        (service(json!({"sel": 11})), "out_of_range", "0 to 4, and 8 to 10"),
+        (service(json!({"chwbl_mean_load_factor": 99})), "out_of_range", "100 to 1000"),
         (service(json!({"sel": -1})), "out_of_range", "sel -1"),
         (service(json!({"security": 1})), "not_supported_yet", "TLS"),
         (service(json!({"oper": 3})), "out_of_range", "0 to 2"),
@@ -323,7 +346,12 @@ fn bad_kv_fields_are_refused_by_name() {
             "kvBlockSize",
         ),
         (service(json!({"kvScore": "length"})), "bad_value", "prefix or count"),
-        (service(json!({"kvLbMode": "soft"})), "not_supported_yet", "off or hard"),
+        (service(json!({"kvLbMode": "softly"})), "bad_value", "off, hard, soft, adaptive, adaptive-soft or cost"),
+        (service(json!({"kvSpillRelief": "yes"})), "bad_value", "auto, on or off"),
+        (service(json!({"kvMeanLoadFactor": 99})), "out_of_range", "100 to 1000"),
+        (service(json!({"kvLoadPenalty": 0})), "out_of_range", "1 to 100000"),
+        (service(json!({"kvCapSumMilli": 1})), "out_of_range", "1910539 to 122274480"),
+        (service(json!({"kvMinMatchTokens": 4097})), "out_of_range", "0 to 4096"),
         (service(json!({"kvLbMode": "hardest"})), "bad_value", "off or hard"),
         (service(json!({"kvLoadFloor": -1})), "out_of_range", "kvLoadFloor"),
         (service(json!({"kvKeying": "engine"})), "bad_value", "auto, parity or rehash"),

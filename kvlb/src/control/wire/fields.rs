@@ -79,7 +79,7 @@ const DAY_MILLIS: Kind = Whole(0, 86_400_000);
 const COUNT: Kind = Whole(0, u32::MAX as i64);
 const TLS: &str = "TLS is not served; put a TLS terminator in front";
 const ADMISSION: &str = "admission control is not served";
-const PREFIX_RING: &str = "belongs to sel 8 and 10, which are not served";
+const PREFIX_RING: &str = "sel 8 and 10 hash the first 512 bytes of the prompt, and need no ring";
 const CONVERSATION: &str = "belongs to the conversation tier, which is not served yet";
 const ONE_PROBE: &str = "an endpoint's own probe is set with its \"probe\", or POST /config/endpoint";
 
@@ -106,7 +106,7 @@ pub(crate) const SERVICE: &[Field] = &[
     served("model_name", Text, "only requests for this model; part of the key"),
     served("name", Text, "a free name"),
     served("mode", Whole(0, i64::MAX), "4 (fullproxy)"),
-    served("sel", Whole(0, i64::MAX), "0 rr, 1 hash, 2 priority, 3 persist, 4 lc"),
+    served("sel", Whole(0, i64::MAX), "0 rr, 1 hash, 2 priority, 3 persist, 4 lc, 8 chwbl, 9 gpuaware, 10 wrr-hash"),
     served("oper", Whole(0, 2), "0: the whole rule, 1: attach these endpoints, 2: detach them"),
     served("adminStateUp", Bool, "false: the rule takes no traffic"),
     served("monitor", Bool, "absent or true: endpoints are probed"),
@@ -142,8 +142,43 @@ pub(crate) const SERVICE: &[Field] = &[
     ),
     served("kvReplayPort", PORT, "the engine's replay port, kvZmqPort plus LLB_KV_REPLAY_PORT_OFFSET unless said"),
     served("kvScore", Text, "prefix (default): the run that the engine can use; count: LoxiLB's literal count"),
-    served("kvLbMode", Text, "off or hard; LOXILB_KV_LB_MODE unless said"),
+    served("kvLbMode", Text, "off, hard, soft, adaptive, adaptive-soft or cost; LOXILB_KV_LB_MODE unless said"),
     served("kvLoadFloor", COUNT, "no load bound is below this many requests; 4 unless said"),
+    served(
+        "kvMeanLoadFactor",
+        Whole(100, 1_000),
+        "percent of its fair share that an endpoint may carry in hard; LOXILB_KV_MEAN_LOAD_FACTOR unless said",
+    ),
+    served(
+        "kvLoadPenalty",
+        Whole(1, 100_000),
+        "thousandths of a block that a request in flight weighs in soft; LOXILB_KV_LOAD_PENALTY unless said",
+    ),
+    served(
+        "kvCapSumMilli",
+        Whole(1_910_539, 122_274_480),
+        "the fleet's capacity for adaptive and adaptive-soft, in thousandths; LOXILB_KV_CAP_SUM_MILLI unless said",
+    ),
+    served(
+        "kvSpillRelief",
+        Text,
+        "an owner over its bound hands over to endpoints that hold nothing: auto (single pools), on, off; LOXILB_KV_SPILL_RELIEF unless said",
+    ),
+    served(
+        "kvColdStartSeedN",
+        Whole(0, 1_000_000),
+        "every so many hits one goes to an endpoint that holds nothing yet; 0: never; LOXILB_KV_COLDSTART_SEED_N unless said",
+    ),
+    served(
+        "kvColdStartMinBlocks",
+        Whole(0, 100_000_000),
+        "an endpoint with fewer blocks holds nothing yet; LOXILB_KV_COLDSTART_MIN_BLOCKS unless said",
+    ),
+    served(
+        "kvMinMatchTokens",
+        Whole(0, 4_096),
+        "tokens that must match before the KV tier is used; LLB_KV_MIN_MATCH_TOKENS unless said",
+    ),
     served("kvKeying", Text, "auto (default): parity until it is disproved, then rehash; parity; rehash"),
     served("kvTierWeights", Object, "what a block in cpu or storage is worth, 0 to 1 of one on the GPU; 0 unless said"),
     served("kvObserve", Bool, "score and count what the KV tier would choose, and let sel choose"),
@@ -198,7 +233,11 @@ pub(crate) const SERVICE: &[Field] = &[
     stored("backend_keepalive_interval_sec", DAY_SECONDS, "idle endpoint connections are checked before reuse"),
     stored("chwbl_prefix_hash_level", COUNT, PREFIX_RING),
     stored("chwbl_prefix_hash_flags", COUNT, PREFIX_RING),
-    stored("chwbl_mean_load_factor", COUNT, PREFIX_RING),
+    served(
+        "chwbl_mean_load_factor",
+        Whole(0, 1_000),
+        "percent of its fair share that an endpoint may carry with sel 8 and 10, 100 at least; 0: 125",
+    ),
     stored("chwbl_replication", COUNT, PREFIX_RING),
     stored("chwbl_enable_cache_salt", Bool, PREFIX_RING),
     not_yet("alpn_protocols", Any, TLS),

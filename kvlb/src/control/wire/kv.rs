@@ -7,8 +7,8 @@ use super::fields::shown;
 use super::{Body, KvArguments};
 use crate::contract::{BlockSize, HashAlgo};
 use crate::control::Problem;
-use crate::fleet::{Endpoint, EngineType, ExactMode, Keying, KvRule, Role, Score, TierWeights};
-use crate::policy::{Blend, BlendError};
+use crate::fleet::{BlendRule, Endpoint, EngineType, ExactMode, Keying, KvRule, Relief, Role, Score, TierWeights};
+use crate::policy::BLENDS;
 
 /// vLLM's default on GPUs, and the document's.
 const BLOCK_SIZE: u32 = 16;
@@ -16,8 +16,6 @@ const BLOCK_SIZE: u32 = 16;
 const ZMQ_PORT: u16 = 5557;
 /// The document's default for a field without effect.
 const WARMUP_SECONDS: u32 = 30;
-/// No bound is below this many requests: an idle fleet would else spill the second of every prefix.
-const LOAD_FLOOR: u32 = 4;
 
 /// The KV settings that `body` asks for.
 pub(super) fn kv(body: &Body) -> Result<KvRule, Problem> {
@@ -40,8 +38,7 @@ pub(super) fn kv(body: &Body) -> Result<KvRule, Problem> {
         tier_weights: tier_weights(args)?,
         observe: args.observe.unwrap_or(false),
         score: score(args)?,
-        lb_mode: args.lb_mode.as_deref().filter(|text| !text.is_empty()).map(blend).transpose()?,
-        load_floor: args.load_floor.unwrap_or(LOAD_FLOOR),
+        blend: blend(args)?,
     };
     let ranks = kv.dp_ranks.unwrap_or(1);
     ranks_fit("kvZmqPort", kv.zmq_port, ranks)?;
@@ -115,14 +112,26 @@ fn score(args: &KvArguments) -> Result<Score, Problem> {
     }
 }
 
-fn blend(text: &str) -> Result<Blend, Problem> {
-    text.parse().map_err(|error| match error {
-        BlendError::NotYet(_) => Problem::NotSupportedYet {
-            field: "kvLbMode".to_owned(),
-            value: format!("{text:?}"),
-            reason: "use off or hard".to_owned(),
-        },
-        BlendError::Unknown(_) => bad("kvLbMode", text, "use off or hard"),
+fn blend(args: &KvArguments) -> Result<BlendRule, Problem> {
+    let mode = args.lb_mode.as_deref().filter(|text| !text.is_empty());
+    let relief = args.spill_relief.as_deref().filter(|text| !text.is_empty());
+    Ok(BlendRule {
+        mode: mode.map(|text| text.parse().map_err(|_| bad("kvLbMode", text, &format!("use {BLENDS}")))).transpose()?,
+        load_floor: args.load_floor,
+        mean_load_factor: args.mean_load_factor,
+        load_penalty: args.load_penalty,
+        cap_sum_milli: args.cap_sum_milli,
+        spill_relief: relief
+            .map(|text| match text {
+                "auto" => Ok(Relief::Auto),
+                "on" => Ok(Relief::On),
+                "off" => Ok(Relief::Off),
+                other => Err(bad("kvSpillRelief", other, "use auto, on or off")),
+            })
+            .transpose()?,
+        seed_every: args.cold_start_seed_n,
+        seed_min_blocks: args.cold_start_min_blocks,
+        min_match_tokens: args.min_match_tokens,
     })
 }
 

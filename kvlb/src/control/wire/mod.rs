@@ -92,6 +92,7 @@ pub(crate) struct ServiceArguments {
     pub(crate) cb_connect_failures: Option<u32>,
     pub(crate) cb_answer_failures: Option<u32>,
     pub(crate) cb_open_sec: Option<u32>,
+    pub(crate) chwbl_mean_load_factor: Option<u32>,
 }
 
 /// The KV fields of `serviceArguments`.
@@ -120,6 +121,20 @@ pub(crate) struct KvArguments {
     pub(crate) lb_mode: Option<String>,
     #[serde(rename = "kvLoadFloor")]
     pub(crate) load_floor: Option<u32>,
+    #[serde(rename = "kvMeanLoadFactor")]
+    pub(crate) mean_load_factor: Option<u32>,
+    #[serde(rename = "kvLoadPenalty")]
+    pub(crate) load_penalty: Option<u32>,
+    #[serde(rename = "kvCapSumMilli")]
+    pub(crate) cap_sum_milli: Option<u64>,
+    #[serde(rename = "kvSpillRelief")]
+    pub(crate) spill_relief: Option<String>,
+    #[serde(rename = "kvColdStartSeedN")]
+    pub(crate) cold_start_seed_n: Option<u32>,
+    #[serde(rename = "kvColdStartMinBlocks")]
+    pub(crate) cold_start_min_blocks: Option<u32>,
+    #[serde(rename = "kvMinMatchTokens")]
+    pub(crate) min_match_tokens: Option<u32>,
     #[serde(rename = "kvKeying")]
     pub(crate) keying: Option<String>,
     #[serde(rename = "kvTierWeights")]

@@ -11,6 +11,8 @@ use crate::fleet::{BreakerRule, ExactMode, Limits, Mode, PortRange, Rule, RuleId
 
 /// LoxiLB's number of the full proxy.
 pub(crate) const FULLPROXY: i64 = 4;
+/// What LoxiLB documents as the default of `chwbl_mean_load_factor`.
+const HASH_LOAD_FACTOR: u32 = 125;
 /// Bodies are read for the choice up to this size unless the rule says otherwise.
 const MAX_INSPECT_BYTES: u32 = 32 << 20;
 /// Names, models, paths: longer ones do not fit a line, a label or a file name.
@@ -41,6 +43,7 @@ impl TryFrom<(RuleId, &Body)> for Rule {
             connections_max: args.connections_max.filter(|max| *max != 0),
             forwarded_headers: args.forwarded_headers.unwrap_or(true),
             client_half_close: client_half_close(args)?,
+            hash_load_factor: hash_load_factor(args)?,
             limits: limits(args)?,
             breaker: breaker(args),
             admin_down: args.admin_state_up == Some(false),
@@ -170,7 +173,7 @@ fn mode(args: &ServiceArguments) -> Result<Mode, Problem> {
 }
 
 fn selector(args: &ServiceArguments) -> Result<Selector, Problem> {
-    let served = "use 0 rr, 1 hash, 2 priority, 3 persist or 4 lc";
+    let served = "use 0 rr, 1 hash, 2 priority, 3 persist, 4 lc, 8 chwbl, 9 gpuaware or 10 wrr-hash";
     let field = || "sel".to_owned();
     match args.sel.unwrap_or(0) {
         0 => Ok(Selector::RoundRobin),
@@ -178,17 +181,30 @@ fn selector(args: &ServiceArguments) -> Result<Selector, Problem> {
         2 => Ok(Selector::Priority),
         3 => Ok(Selector::Persist),
         4 => Ok(Selector::LeastConnections),
-        sel @ (8..=10) => {
-            let word = ["chwbl", "gpuaware", "wrr-hash"][usize::try_from(sel - 8).unwrap_or_default()];
-            let value = format!("{sel} ({word})");
-            Err(Problem::NotSupportedYet { field: field(), value, reason: served.to_owned() })
-        }
+        8 => Ok(Selector::Chwbl),
+        9 => Ok(Selector::GpuAware),
+        10 => Ok(Selector::WrrHash),
         sel @ (5..=7) => {
             let word = ["n2", "n3", "reserved"][usize::try_from(sel - 5).unwrap_or_default()];
             let value = format!("{sel} ({word})");
             Err(Problem::NotSupported { field: field(), value, reason: served.to_owned() })
         }
-        sel => Err(Problem::OutOfRange { field: field(), value: sel.to_string(), range: "0 to 4".to_owned() }),
+        sel => {
+            Err(Problem::OutOfRange { field: field(), value: sel.to_string(), range: "0 to 4, and 8 to 10".to_owned() })
+        }
+    }
+}
+
+/// Below a fair share for each, nobody would be left when all are busy.
+fn hash_load_factor(args: &ServiceArguments) -> Result<u32, Problem> {
+    match args.chwbl_mean_load_factor.unwrap_or(0) {
+        0 => Ok(HASH_LOAD_FACTOR),
+        percent @ 100.. => Ok(percent),
+        percent => Err(Problem::OutOfRange {
+            field: "chwbl_mean_load_factor".to_owned(),
+            value: percent.to_string(),
+            range: "100 to 1000, or 0".to_owned(),
+        }),
     }
 }
 

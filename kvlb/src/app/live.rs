@@ -12,7 +12,7 @@ use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{
-    CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView,
+    BlendView, CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView,
 };
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
@@ -97,6 +97,22 @@ impl Live for LiveState {
                 notes: learn::contradictions(&self.ours(&service, endpoint), endpoint),
                 ..kv_view(kv)
             }),
+        })
+    }
+
+    fn blend(&self, rule: RuleId) -> Option<BlendView> {
+        let service = self.service(rule)?;
+        let (numbers, ready) = (&service.ready.settings, &service.ready);
+        (ready.rule.kv.mode != ExactMode::Off).then(|| BlendView {
+            mode: numbers.blend.label(),
+            mean_load_factor: numbers.mean_load_factor,
+            load_floor: numbers.load_floor,
+            load_penalty: numbers.load_penalty,
+            cap_sum_milli: numbers.cap_sum_milli.unwrap_or(crate::policy::CAP_SUM_MILLI),
+            spill_relief: numbers.spill_relief,
+            cold_start_seed_n: numbers.seed_every,
+            cold_start_min_blocks: numbers.seed_min_blocks,
+            min_match_tokens: ready.min_match_tokens,
         })
     }
 

@@ -213,14 +213,21 @@ impl Parts {
             }
             Some(inheritance) => {
                 let api = serve_api(api);
-                let agreed = tokio::task::spawn_blocking(move || inheritance.ready()).await.context("take over")?;
+                let hang_up = inheritance.hang_up().context("take over")?;
+                let mut waiting = tokio::task::spawn_blocking(move || inheritance.ready());
+                let agreed = tokio::select! {
+                    agreed = &mut waiting => agreed.context("take over")?.map_err(Into::into),
+                    _ = term.recv() => Err(anyhow::anyhow!("told to stop before the kvlb before let go")),
+                    _ = int.recv() => Err(anyhow::anyhow!("told to stop before the kvlb before let go")),
+                };
                 if let Err(error) = agreed {
+                    hang_up();
                     // What was accepted in the meantime is served to its end; the sockets are the other's.
                     drop((followers, stop_api));
                     let Self { proxy, kernel, config, .. } = self;
                     drop(kernel);
                     drain(proxy, None, config.drain_timeout, true, (&mut term, &mut int)).await;
-                    return Err(error).context("take over");
+                    return Err(error.context("take over"));
                 }
                 self.complete(&mut ways);
                 takeover::count_taken(&self.state.metrics, warm);

@@ -159,6 +159,11 @@ impl Inheritance {
         }
     }
 
+    /// What ends the conversation while it is waited for.
+    pub(super) fn hang_up(&self) -> Result<impl FnOnce() + Send + use<>, Error> {
+        self.line.hang_up()
+    }
+
     /// Says that this process accepts from all sockets, and waits until the other does no longer. From here on there is no
     /// way back, unless the other had given up before it heard of it.
     ///
@@ -416,6 +421,8 @@ impl Giver {
         loop {
             match line.receive(SILENCE)? {
                 FromNext::Progress(text) => tracing::info!(missing = text, "the next kvlb gets ready"),
+                // Who was told to stop in the meantime does not go on for us.
+                FromNext::Ready if line.is_over() => return Err(Error::Gone),
                 FromNext::Ready => return Ok(()),
                 hello @ FromNext::Hello(_) => return Err(Error::Garbled(format!("{hello:?} twice"))),
             }

@@ -30,7 +30,7 @@ pub(super) async fn save(api: &Api, dir: &Path) -> Result<Answer, CliError> {
 
 fn strip(rule: &mut Value) {
     let Value::Object(members) = rule else { return };
-    for name in ["id", "notes", "refused"] {
+    for name in ["id", "kvBlend", "notes", "refused"] {
         members.shift_remove(name);
     }
     for endpoint in members.get_mut("endpoints").and_then(Value::as_array_mut).into_iter().flatten() {

@@ -74,9 +74,9 @@ fn rules_short(rules: &[&Value]) -> Grid {
 }
 
 /// Columns of a rule in `WIDE`, before those of its endpoints.
-const RULE_CELLS: usize = 11;
+const RULE_CELLS: usize = 12;
 
-const WIDE: [Column; 20] = [
+const WIDE: [Column; 21] = [
     keep("Id"),
     keep("Ext IP"),
     spare("Sources", 8),
@@ -88,6 +88,7 @@ const WIDE: [Column; 20] = [
     spare("Mark", 12),
     spare("Sel", 9),
     spare("Mode", 10),
+    spare("Blend", 13),
     keep("Idx"),
     keep("Endpoint"),
     keep("EPort"),
@@ -117,6 +118,7 @@ fn rules_wide(rules: &[&Value]) -> Grid {
             "0".to_owned(),
             word(&SELECTORS, &service["sel"]),
             word(&MODES, &service["mode"]),
+            blend(&rule["kvBlend"]),
         ];
         for endpoint in list(rule, "endpoints") {
             cells.extend(endpoint_cells(endpoint));
@@ -128,6 +130,31 @@ fn rules_wide(rules: &[&Value]) -> Grid {
         }
     }
     grid
+}
+
+/// How overlap is weighed against load: the mode with the numbers that it goes by, then what goes for every mode.
+fn blend(numbers: &Value) -> String {
+    let Some(mode) = numbers["mode"].as_str() else { return String::new() };
+    let mut lines = vec![match mode {
+        "hard" => format!("hard {}%", cell(&numbers["meanLoadFactor"])),
+        "soft" => format!("soft {}", cell(&numbers["loadPenalty"])),
+        "adaptive" | "adaptive-soft" => format!("{mode} {}", cell(&numbers["capSumMilli"])),
+        other => other.to_owned(),
+    }];
+    if matches!(mode, "hard" | "adaptive") {
+        lines.push(format!("floor {}", cell(&numbers["loadFloor"])));
+    }
+    if !matches!(mode, "off" | "cost") {
+        lines.push(if numbers["spillRelief"] == true { "relief" } else { "no relief" }.to_owned());
+    }
+    match numbers["coldStartSeedN"].as_u64() {
+        Some(every @ 1..) if mode != "off" => {
+            lines.push(format!("seed 1/{every} <{}", cell(&numbers["coldStartMinBlocks"])));
+        }
+        _ => {}
+    }
+    lines.push(format!("match {}", cell(&numbers["minMatchTokens"])));
+    lines.join("\n")
 }
 
 fn endpoint_cells(endpoint: &Value) -> [String; 9] {
@@ -477,6 +504,8 @@ mod tests {
                  "state": "active", "counter": "12:3456", "kvStatus": kv("mismatch", json!("block_size"), 42)},
                 {"endpointIP": "192.0.2.2", "targetPort": 8000, "ep_role": 2, "ep_idx": 1, "state": "inactive",
                  "counter": "0:0"}],
+             "kvBlend": {"mode": "hard", "meanLoadFactor": 175, "loadFloor": 4, "loadPenalty": 32, "capSumMilli": 15_284_310,
+                "spillRelief": false, "coldStartSeedN": 16, "coldStartMinBlocks": 16, "minMatchTokens": 16},
              "notes": ["requests are answered by the prefill endpoints alone"]},
             {"id": 12, "serviceArguments": {"externalIP": "2001:db8::1", "port": 80, "portMax": 90, "mode": 4,
                 "model_name": "Qwen/Qwen3-0.6B", "monitor": false, "inactiveTimeOut": 60, "host": "api.example"},

@@ -15,6 +15,11 @@ pub trait Live: Send + Sync {
     /// The blocks that an endpoint holds; `None` where it is not subscribed.
     fn inventory(&self, rule: RuleId, position: usize) -> Option<Inventory>;
 
+    /// The numbers by which a rule weighs overlap against load; `None` where the rule is not in force or its KV tier is off.
+    fn blend(&self, _rule: RuleId) -> Option<BlendView> {
+        None
+    }
+
     /// What would become of a request; `None` where the rule is not in force.
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation>;
 
@@ -93,6 +98,30 @@ pub struct KvView {
     /// What its engine says of itself and the rule contradicts; absent where nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+}
+
+/// How a rule weighs overlap against load, with the process's numbers where it has none of its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct BlendView {
+    /// `kvLbMode`.
+    pub mode: &'static str,
+    /// `kvMeanLoadFactor`, percent.
+    pub mean_load_factor: u32,
+    /// `kvLoadFloor`, requests.
+    pub load_floor: u32,
+    /// `kvLoadPenalty`, thousandths of a block.
+    pub load_penalty: u32,
+    /// `kvCapSumMilli`, thousandths.
+    pub cap_sum_milli: u64,
+    /// `kvSpillRelief`, as it applies to the rule.
+    pub spill_relief: bool,
+    /// `kvColdStartSeedN`, hits.
+    pub cold_start_seed_n: u32,
+    /// `kvColdStartMinBlocks`.
+    pub cold_start_min_blocks: u32,
+    /// `kvMinMatchTokens`.
+    pub min_match_tokens: u32,
 }
 
 /// What one endpoint's cache spared, in tokens of the requests whose engine reports it.

@@ -73,6 +73,25 @@ impl Line {
         poll(&mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO) != Ok(0)
     }
 
+    /// Whether the other side has ended the conversation, and all that it said is heard.
+    pub fn is_over(&self) -> bool {
+        let mut byte = [0];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        // Anything else than an end is for the next receive to find.
+        matches!(rustix::net::recv(&self.stream, &mut byte, flags), Ok((_, 0)))
+    }
+
+    /// What ends the conversation from another thread: whoever waits in it hears that the other side is gone, and so does
+    /// that.
+    ///
+    /// # Errors
+    /// When no descriptor is left.
+    pub fn hang_up(&self) -> Result<impl FnOnce() + Send + use<>, Error> {
+        let stream = self.stream.try_clone().map_err(Error::Io)?;
+        // One that is gone already needs no end.
+        Ok(move || drop(stream.shutdown(std::net::Shutdown::Both)))
+    }
+
     /// Gives descriptors away; ours stay open.
     ///
     /// # Errors
@@ -153,6 +172,20 @@ mod tests {
     fn pair() -> (Line, Line) {
         let (a, b) = UnixStream::pair().unwrap();
         (Line::new(a).unwrap(), Line::new(b).unwrap())
+    }
+
+    #[test]
+    fn an_end_is_seen_behind_the_last_word_and_wakes_who_waits() {
+        let (mut here, mut there) = pair();
+        assert!(!there.is_over());
+        here.send(&FromNext::Ready).unwrap();
+        let hang_up = here.hang_up().unwrap();
+        let waiting = std::thread::spawn(move || here.receive::<FromNext>(ANSWER).unwrap_err().to_string());
+        assert_eq!(there.receive::<FromNext>(ANSWER).unwrap(), FromNext::Ready);
+        assert!(!there.is_over(), "it may still say something");
+        hang_up();
+        assert_eq!(waiting.join().unwrap(), Error::Gone.to_string());
+        assert!(there.is_over());
     }
 
     #[test]

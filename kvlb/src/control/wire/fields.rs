@@ -90,6 +90,12 @@ pub(crate) const BODY: &[Field] = &[
     refused("secondaryIPs", List, "secondary addresses belong to SCTP"),
     served("allowedSources", List, "networks whose clients are served; none: all"),
     field("id", Any, Part::ReadOnly, "the rule's number: service_id, the service label of metrics"),
+    field(
+        "kvBlend",
+        Any,
+        Part::ReadOnly,
+        "the numbers by which overlap is weighed against load, the process's included",
+    ),
     field("notes", Any, Part::ReadOnly, "what an operator should know of the rule"),
     field("refused", Any, Part::ReadOnly, "why a kept rule is not in force"),
 ];

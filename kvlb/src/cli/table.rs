@@ -135,26 +135,26 @@ fn rules_wide(rules: &[&Value]) -> Grid {
 /// How overlap is weighed against load: the mode with the numbers that it goes by, then what goes for every mode.
 fn blend(numbers: &Value) -> String {
     let Some(mode) = numbers["mode"].as_str() else { return String::new() };
-    let mut lines = vec![match mode {
+    let mut words = vec![match mode {
         "hard" => format!("hard {}%", cell(&numbers["meanLoadFactor"])),
         "soft" => format!("soft {}", cell(&numbers["loadPenalty"])),
         "adaptive" | "adaptive-soft" => format!("{mode} {}", cell(&numbers["capSumMilli"])),
         other => other.to_owned(),
     }];
     if matches!(mode, "hard" | "adaptive") {
-        lines.push(format!("floor {}", cell(&numbers["loadFloor"])));
+        words.push(format!("floor {}", cell(&numbers["loadFloor"])));
     }
     if !matches!(mode, "off" | "cost") {
-        lines.push(if numbers["spillRelief"] == true { "relief" } else { "no relief" }.to_owned());
+        words.push(if numbers["spillRelief"] == true { "relief" } else { "no relief" }.to_owned());
     }
     match numbers["coldStartSeedN"].as_u64() {
         Some(every @ 1..) if mode != "off" => {
-            lines.push(format!("seed 1/{every} <{}", cell(&numbers["coldStartMinBlocks"])));
+            words.push(format!("seed 1/{every} <{}", cell(&numbers["coldStartMinBlocks"])));
         }
         _ => {}
     }
-    lines.push(format!("match {}", cell(&numbers["minMatchTokens"])));
-    lines.join("\n")
+    words.push(format!("match {}", cell(&numbers["minMatchTokens"])));
+    words.join(", ")
 }
 
 fn endpoint_cells(endpoint: &Value) -> [String; 9] {

@@ -12,6 +12,7 @@ mod ebpf;
 mod fuzz;
 mod run;
 mod setup;
+mod side_by_side;
 mod test;
 
 use std::process::ExitCode;
@@ -42,6 +43,8 @@ enum Chore {
     Fuzz(fuzz::Args),
     /// Install what building the kernel programs or running the network tests needs and this machine lacks
     Setup(setup::Args),
+    /// Compare where kvlb and other routers send the same prompts, in front of the same simulated engines
+    SideBySide(side_by_side::Args),
     /// Set up and run every check and test
     Test(test::Args),
 }
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Chore::Demo(args) => demo::run(&args),
         Chore::Fuzz(args) => fuzz::run(&args),
         Chore::Setup(args) => setup::run(&args),
+        Chore::SideBySide(args) => side_by_side::run(&args),
         Chore::Test(args) => test::run(&args),
     };
     match outcome {

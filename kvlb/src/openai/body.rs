@@ -184,7 +184,7 @@ fn counts(key: &str, value: &RawValue) -> bool {
 /// A key, borrowed unless it is written with escapes.
 #[derive(Deserialize)]
 #[serde(transparent)]
-struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
+pub(super) struct Key<'a>(#[serde(borrow)] pub(super) Cow<'a, str>);
 
 /// The `model` of a JSON object; also of one that breaks off after it.
 pub(super) fn model(body: &[u8]) -> Option<String> {
@@ -270,7 +270,7 @@ impl<'a> Visitor<'a> for &mut Seeking<'a> {
 }
 
 /// Python's `json.loads` of bytes accepts a byte order mark.
-fn without_mark(body: &[u8]) -> &[u8] {
+pub(super) fn without_mark(body: &[u8]) -> &[u8] {
     body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
 }
 

@@ -7,6 +7,7 @@
 mod backwards;
 mod body;
 mod chat;
+mod edit;
 mod json;
 mod messages;
 mod miss;
@@ -16,6 +17,7 @@ mod responses;
 use serde_json::value::RawValue;
 
 pub(crate) use backwards::{Backwards, Token};
+pub use edit::{Edit, Members};
 pub use json::Json;
 pub(crate) use json::{plain_float, write_all};
 pub use miss::{BadBody, Miss, NoText, Unsupported};

@@ -18,7 +18,7 @@ use kvlb::contract::{BlockSize, EventSeq, Extra, HashAlgo, Hasher, KeyEra, KeySp
 use kvlb::control::wire::Body;
 use kvlb::fleet;
 use kvlb::openai::{self, Chat, Input, Request, TokenOptions};
-use kvlb::router::{self, Decision, Tier};
+use kvlb::router::{self, Caller, Decision, Tier};
 use kvlb::state::{Config, Service, State, Texts};
 use kvlb::telemetry::Metrics;
 use kvlb::tokenize::{EngineOptions, Files, Limits, Naming, Tokenizer};
@@ -347,8 +347,13 @@ impl Fleet {
             (Limits::default(), (self.service.spaces(None), &self.state.texts as &dyn kvlb::tokenize::Memory));
         let named =
             router::name(&self.service.ready, Ok(&prompt), Ok(&bench.tokenizer), &limits, naming, &mut |_step| ());
-        let decision =
-            router::route(&self.service.ready, &named, &*self.service, Some(IpAddr::V4(Ipv4Addr::LOCALHOST)), &[]);
+        let decision = router::route(
+            &self.service.ready,
+            &named,
+            &*self.service,
+            &Caller::at(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+            &[],
+        );
         (decision, named.ok())
     }
 

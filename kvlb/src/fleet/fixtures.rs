@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use super::{
-    BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor, PortRange, Role,
-    Rule, RuleId, RuleKey, Score, Selector, TierWeights,
+    BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor, Pinning,
+    PortRange, Role, Rule, RuleId, RuleKey, Score, Selector, TierWeights,
 };
 use crate::contract::{BlockSize, HashAlgo};
 
@@ -41,6 +41,7 @@ pub(crate) fn rule() -> Rule {
             lb_mode: None,
             load_floor: 4,
         },
+        pinning: Pinning::default(),
         allowed_sources: Vec::new(),
         decision_headers: false,
         max_inspect_bytes: 32 << 20,

@@ -140,7 +140,7 @@ fn under_bound(candidates: &[Candidate], settings: &Settings) -> Candidate {
 /// How many requests each endpoint may carry: its share, by capacity, of all requests in flight and the one being
 /// placed, times a factor. It is taken over every eligible endpoint, whether it holds blocks or not: a bound over the
 /// holders alone would never move anything off a single one.
-struct Bound {
+pub(super) struct Bound {
     requests: u128,
     capacity: u128,
     factor: u128,
@@ -148,7 +148,7 @@ struct Bound {
 }
 
 impl Bound {
-    fn new<'a>(eligible: impl Iterator<Item = &'a Candidate>, settings: &Settings) -> Self {
+    pub(super) fn new<'a>(eligible: impl Iterator<Item = &'a Candidate>, settings: &Settings) -> Self {
         let (mut requests, mut capacity) = (1, 0);
         for candidate in eligible {
             requests += u128::from(candidate.load);
@@ -158,7 +158,7 @@ impl Bound {
     }
 
     /// Whether `candidate` may take one more.
-    fn admits(&self, candidate: &Candidate) -> bool {
+    pub(super) fn admits(&self, candidate: &Candidate) -> bool {
         u128::from(candidate.load) < self.limit(candidate)
     }
 

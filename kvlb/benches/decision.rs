@@ -18,7 +18,7 @@ use kvlb::contract::{BlockSize, EventSeq, Extra, HashAlgo, Hasher, KeyEra, KeySp
 use kvlb::control::wire::Body;
 use kvlb::fleet;
 use kvlb::openai::{self, Chat, Input, Request, TokenOptions};
-use kvlb::router::{self, Decision, Tier};
+use kvlb::router::{self, Caller, Decision, Tier};
 use kvlb::state::{Config, Service, State, Texts};
 use kvlb::telemetry::Metrics;
 use kvlb::tokenize::{EngineOptions, Files, Limits, Naming, Tokenizer};
@@ -351,7 +351,7 @@ impl Fleet {
             &self.service.ready,
             &named,
             &*self.service,
-            router::Origin { client: Some(IpAddr::V4(Ipv4Addr::LOCALHOST)), prefix: None },
+            &Caller::at(IpAddr::V4(Ipv4Addr::LOCALHOST)),
             &[],
         );
         (decision, named.ok())

@@ -9,15 +9,18 @@ use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::handles::Handles;
+use super::pinning::{self, Pinning, Read};
 use crate::clock;
 use crate::contract::{Extra, TokenId};
+use crate::control::live;
 use crate::fleet::{EndpointKey, ExactMode, Limits, Rule, Selector};
 use crate::openai::{self, Glimpse, Kind, Prompt};
+use crate::policy::Leave;
 use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Survey, Target,
     Terms, Unseen, Usage,
 };
-use crate::router::{self, Decision, Lookup, Miss, Named, Origin, Reason, Space, Step, Tier, View};
+use crate::router::{self, Caller, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
 use crate::state::{
     Expectation, InFlight, Onlooker, STATUS_CLASSES, Service, State, Table, Unserved, Visit, Waiting, ledger,
@@ -62,12 +65,11 @@ impl Desk {
         Self { state, handles, hash_debug, logs }
     }
 
-    /// Whether any rule of a request's VIP looks into bodies: for blocks, for the model, or for how many prompts count as load.
+    /// Whether any rule of a request's VIP looks into bodies: for blocks, for who asks, for the model, or for how many prompts
+    /// count as load.
     fn reads(&self, request: &Request) -> bool {
         let table = self.state.table();
-        let looks = |rule: &Rule| {
-            rule.kv.mode != ExactMode::Off || rule.selector == Selector::LeastConnections || hashes_prompts(rule)
-        };
+        let looks = |rule: &Rule| reads_prompts(rule) || rule.selector == Selector::LeastConnections;
         table.at(request.arrival.vip).any(|service| looks(service.rule())) || tells_by_model(&table, &request.arrival)
     }
 
@@ -110,14 +112,15 @@ impl Desk {
         service: Arc<Service>,
         model: Option<String>,
         named: Result<Named, Miss>,
-        shape: Shape,
+        (shape, caller): (Shape, Caller),
     ) -> Errand {
         let asks = request.head.method() == "POST" && openai::kind(request.head.path()) != Kind::Other;
         Errand {
             state: Arc::clone(&self.state),
             service,
             named,
-            origin: Origin { client: Some(request.arrival.client.ip()), prefix: shape.prefix },
+            caller,
+            pinning: Pinning::default(),
             shape,
             model,
             decision: None,
@@ -135,11 +138,6 @@ impl Desk {
     }
 }
 
-/// Whether a rule's selector goes by the prompt's beginning.
-fn hashes_prompts(rule: &Rule) -> bool {
-    matches!(rule.selector, Selector::Chwbl | Selector::WrrHash)
-}
-
 /// A request as the KV tier sees it, for those who explain it.
 #[derive(Debug)]
 pub(super) struct Seen {
@@ -147,22 +145,26 @@ pub(super) struct Seen {
     pub(super) tokens: Vec<Vec<TokenId>>,
     /// Their blocks' names.
     pub(super) named: Result<Named, Miss>,
-    /// What a selector that hashes prompts goes by.
-    pub(super) prefix: Option<u64>,
+    /// Who sends it.
+    pub(super) caller: Caller,
 }
 
-/// Names the blocks of a request that `service` serves, as the data path would.
-pub(super) fn see(state: &State, service: &Service, path: &str, model: Option<&str>, body: &[u8]) -> Seen {
-    let request = openai::Request { method: "POST", path, model_header: model, body };
-    let prompt = openai::parse(&request).map_err(|miss| Miss::from(&miss));
-    let prompt = prompt.as_ref().map_err(|miss| *miss);
+/// What the data path would see of a request that `service` serves, but for its client's address.
+pub(super) fn see(state: &State, service: &Service, told: &live::Request<'_>) -> Seen {
+    let (path, query) = told.path.split_once('?').map_or((told.path, None), |(path, query)| (path, Some(query)));
+    let request = openai::Request { method: "POST", path, model_header: told.model, body: told.body };
+    let parsed = openai::parse(&request).map_err(|miss| Miss::from(&miss));
+    let prompt = parsed.as_ref().map_err(|miss| *miss);
     let named = name_blocks(state, service, prompt, &mut |_step| ());
-    let prefix = prompt.ok().and_then(router::prefix);
     let tokens = prompt.and_then(|prompt| {
         let how = How::new(state, service, prompt);
         router::tokens(prompt, how.tokenizer(), &how.limits)
     });
-    Seen { tokens: tokens.unwrap_or_default(), named, prefix }
+    let field =
+        |name: &str| told.fields.iter().find(|(own, _)| own.eq_ignore_ascii_case(name)).map(|(_, value)| *value);
+    let read = parsed.as_ref().map_or(Read::Other(&request), Read::Prompt);
+    let caller = pinning::caller(service.rule(), None, field, query, &read);
+    Seen { tokens: tokens.unwrap_or_default(), named, caller }
 }
 
 fn name_blocks(
@@ -268,7 +270,7 @@ impl Backplane for Desk {
             let rule = service.rule();
             body_limit = body_limit.max(rule.limits.request_body);
             client_half_close |= rule.client_half_close;
-            let for_prompt = has_prompt && (rule.kv.mode != ExactMode::Off || hashes_prompts(rule));
+            let for_prompt = has_prompt && reads_prompts(rule);
             let for_model = by_model && !model_told && head.method() == "POST";
             if for_prompt || for_model {
                 inspect = inspect.max(Some(rule.max_inspect_bytes));
@@ -310,14 +312,15 @@ impl Backplane for Desk {
         let named = self.name(&service, prompt.as_ref().map_err(|miss| *miss), &mut watch);
         let shape = prompt.as_ref().map_or_else(
             |_miss| Shape::default(),
-            |prompt| Shape {
-                weight: prompt.weight(),
-                streams: prompt.stream,
-                reads_cache: prompt.reads_cache,
-                prefix: if hashes_prompts(service.rule()) { router::prefix(prompt) } else { None },
-            },
+            |prompt| Shape { weight: prompt.weight(), streams: prompt.stream, reads_cache: prompt.reads_cache },
         );
-        Ok(self.call(request, service, model, named, shape))
+        let read = match (&prompt, request.body()) {
+            (Ok(prompt), _) => Read::Prompt(prompt),
+            (Err(_), Body::Whole(_)) if asked.method == "POST" => Read::Other(&asked),
+            _ => Read::Unseen,
+        };
+        let caller = caller(&service, request, &read);
+        Ok(self.call(request, service, model, named, (shape, caller)))
     }
 
     fn begin_hastily(&self, request: &Request, haste: Haste) -> Result<Errand, Reply> {
@@ -340,7 +343,8 @@ impl Backplane for Desk {
             }
         };
         let service = self.service(request, model.as_deref())?;
-        Ok(self.call(request, service, model, Err(miss), Shape::default()))
+        let caller = caller(&service, request, &Read::Unseen);
+        Ok(self.call(request, service, model, Err(miss), (Shape::default(), caller)))
     }
 
     fn models(&self, request: &Request) -> Vec<Errand> {
@@ -354,8 +358,16 @@ impl Backplane for Desk {
             return Vec::new();
         }
         let unnamed = || Err(Miss::new(Reason::TextEmpty));
-        services.into_iter().map(|service| self.call(request, service, None, unnamed(), Shape::default())).collect()
+        let nobody = || (Shape::default(), Caller::at(request.arrival.client.ip()));
+        services.into_iter().map(|service| self.call(request, service, None, unnamed(), nobody())).collect()
     }
+}
+
+/// Who sends a request.
+fn caller(service: &Service, request: &Request, read: &Read<'_>) -> Caller {
+    let fields = request.head.fields();
+    let query = request.head.origin_target().split_once('?').map(|(_, query)| query);
+    pinning::caller(service.rule(), Some(request.arrival.client.ip()), |name| fields.get(name), query, read)
 }
 
 /// What of a request matters once its prompt has names.
@@ -367,13 +379,11 @@ struct Shape {
     streams: bool,
     /// Whether the engine looks into its cache for it, so that what it reports can be held against what was predicted.
     reads_cache: bool,
-    /// What a selector that hashes prompts goes by.
-    prefix: Option<u64>,
 }
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { weight: 1, streams: false, reads_cache: true, prefix: None }
+        Self { weight: 1, streams: false, reads_cache: true }
     }
 }
 
@@ -397,7 +407,8 @@ pub(super) struct Errand {
     state: Arc<State>,
     service: Arc<Service>,
     named: Result<Named, Miss>,
-    origin: Origin,
+    caller: Caller,
+    pinning: Pinning,
     shape: Shape,
     /// The model that the client asked for, where somebody looked.
     model: Option<String>,
@@ -448,12 +459,21 @@ impl Call for Errand {
         // Another try takes no turn of its own: else a dead endpoint would get the turn after each failure again.
         let onlooker = Onlooker(&self.service);
         let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
-        let decision = router::route(&self.service.ready, &self.named, view, self.origin, tried);
+        let mut decision = router::route(&self.service.ready, &self.named, view, &self.caller, tried);
         self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
         // What the last try was to bring will not come.
         self.expectations.clear();
         self.waiting = None;
+        if !self.pinning.chosen(&self.service, &self.caller, &decision, tried) {
+            // Another request of the same conversation was faster: they go together.
+            decision = router::route(&self.service.ready, &self.named, &onlooker, &self.caller, tried);
+            self.pinning.chosen(&self.service, &self.caller, &decision, tried);
+        }
+        let before = decision.endpoint;
         let (decision, is_trial) = self.admitted(decision, tried);
+        if decision.endpoint != before {
+            self.pinning.chosen(&self.service, &self.caller, &decision, tried);
+        }
         let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial));
         if let Some(position) = decision.endpoint {
             self.expect(position, &decision);
@@ -471,6 +491,7 @@ impl Call for Errand {
             Event::ConnectFailed { position, failure } => {
                 let endpoint = self.service.endpoints.get(position).map(|e| e.spec.key.to_string()).unwrap_or_default();
                 tracing::debug!(endpoint, cause = failure.label(), "endpoint did not take the connection");
+                self.pinning.passed_over(&self.service, &self.caller, position);
                 self.failed(position, Failed::Connect);
             }
             Event::Answered { position, status, waited } => {
@@ -485,6 +506,12 @@ impl Call for Errand {
                 self.count_class(status);
                 self.judge(position, status);
                 match status {
+                    429 | 500.. => self.pinning.passed_over(&self.service, &self.caller, position),
+                    _ => self.pinning.answered(&self.service, &self.caller, position),
+                }
+                // Nobody is asked any more, and an answer may take long.
+                self.caller.text = None;
+                match status {
                     200 if self.shape.streams => self.answered(),
                     200 => {}
                     _ => {
@@ -494,13 +521,16 @@ impl Call for Errand {
                 }
                 self.settle();
             }
-            Event::Unasked { .. } | Event::Busy { .. } | Event::Lost { .. } => {}
+            Event::Unasked { position } | Event::Busy { position, .. } | Event::Lost { position } => {
+                self.pinning.passed_over(&self.service, &self.caller, position);
+            }
             Event::Finished { position, bytes, usage } => {
                 self.answered();
                 if let Some(endpoint) = self.service.endpoints.get(position) {
                     endpoint.meters.breaker.completed();
                     endpoint.meters.add_bytes(bytes);
                 }
+                self.pinning.finished(&self.service, &self.caller, position);
                 self.settle();
                 if let Some(usage) = usage.filter(|_| self.is_comparable()) {
                     self.compare(position, &usage);
@@ -515,6 +545,7 @@ impl Call for Errand {
             }
             Event::Died { position, status } | Event::TimedOut { position, status: Some(status) } => {
                 self.failed(position, Failed::Answer(status));
+                self.pinning.failed(&self.service, &self.caller, position);
                 self.count_class(status);
                 self.settle();
             }
@@ -524,6 +555,7 @@ impl Call for Errand {
             }
             Event::BrokeOff { position } => {
                 self.failed(position, Failed::BrokeOff);
+                self.pinning.failed(&self.service, &self.caller, position);
                 self.settle();
             }
             // An answer that is cut by a limit may have gone on well until then.
@@ -547,6 +579,7 @@ impl Call for Errand {
             (blocks.saturating_add(count(prompt.blocks)), tokens.saturating_add(count(prompt.tokens)))
         });
         (facts.tier, facts.depth, facts.blocks) = (decision.tier.label(), decision.depth, blocks);
+        facts.repin = decision.left.or(decision.moved).map_or("", Leave::label);
         if self.named.is_ok() {
             facts.prompt_tokens = Some(tokens);
             facts.predicted_cached_tokens = Some(self.predicted_tokens(decision.depth, tokens));
@@ -593,7 +626,7 @@ impl Errand {
         }
         let passed_over: Vec<usize> = tried.iter().copied().chain(decision.endpoint).collect();
         let view = Onlooker(&self.service);
-        let other = router::route(&self.service.ready, &self.named, &view, self.origin, &passed_over);
+        let other = router::route(&self.service.ready, &self.named, &view, &self.caller, &passed_over);
         (if other.endpoint.is_some() { other } else { decision }, false)
     }
 
@@ -668,7 +701,7 @@ impl Errand {
         let fields =
             if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
         let addresses = Addresses(endpoint.addresses());
-        let rank = decision.rank.filter(|_| decision.tier == Tier::Overlap && !self.ranked);
+        let rank = decision.rank.filter(|_| decision.tier != Tier::Selector && !self.ranked);
         let request_fields = rank.map(|rank| format!("{RANK_FIELD}: {rank}\r\n").into_bytes()).unwrap_or_default();
         Some(Target { position, addresses, fields, request_fields, guard })
     }
@@ -737,11 +770,29 @@ impl Errand {
     /// Counts the choice that the request really went by, once.
     fn settle(&mut self) {
         let Some(decision) = self.decision.take() else { return };
+        self.count_choice(&decision);
         if self.counts {
             self.count(&decision);
         }
         if self.logs {
             self.settled = Some(Box::new(decision));
+        }
+    }
+
+    /// Counts who chose, and what a conversation or a session left its endpoint for.
+    fn count_choice(&self, decision: &Decision) {
+        if decision.endpoint.is_none() {
+            return;
+        }
+        let (metrics, rule) = (&self.state.metrics, self.service.rule().id);
+        let counter = self.service.tiers[decision.tier as usize].get_or_init(|| {
+            metrics.tier_choices.with_label_values(&[rule.0.to_string().as_str(), decision.tier.label()])
+        });
+        counter.inc();
+        for (kind, leave) in [("conversation", decision.left), ("session", decision.moved)] {
+            if let Some(leave) = leave {
+                metrics.session_repins.with_label_values(&[rule.0.to_string().as_str(), kind, leave.label()]).inc();
+            }
         }
     }
 
@@ -759,15 +810,17 @@ impl Errand {
                 && let Some(position) = decision.endpoint
             {
                 metrics.expected_choices.with_label_values(&[position.to_string()]).inc();
-            } else if miss.reason != Reason::ModeOff {
+            } else if miss.reason != Reason::ModeOff && decision.tier == Tier::Selector {
                 metrics.fallthrough.inc();
             }
             return;
         }
-        let Some(position) = decision.endpoint.filter(|_| decision.tier == Tier::Overlap) else { return };
-        let ep_idx = position.to_string();
-        metrics.hits.with_label_values(&[ep_idx.as_str()]).inc();
+        let Some(position) = decision.endpoint.filter(|_| decision.tier != Tier::Selector) else { return };
         metrics.matched_blocks.inc_by(u64::from(decision.depth));
+        let ep_idx = position.to_string();
+        if decision.tier == Tier::Overlap {
+            metrics.hits.with_label_values(&[ep_idx.as_str()]).inc();
+        }
         if decision.seeded {
             metrics.cold_seeds.with_label_values(&[ep_idx.as_str()]).inc();
         }
@@ -829,6 +882,11 @@ fn asked(request: &Request) -> openai::Request<'_> {
     }
 }
 
+/// Whether a rule's choice depends on what is in prompts' bodies.
+fn reads_prompts(rule: &Rule) -> bool {
+    rule.kv.mode != ExactMode::Off || rule.pinning.trie.is_some() || rule.knows_users() || rule.hashes_prompts()
+}
+
 /// Whether the rules at the address where a request arrived are told apart by its model.
 fn tells_by_model(table: &Table, arrival: &Arrival) -> bool {
     table.at(arrival.vip).any(|service| service.rule().key.model.is_some())
@@ -888,6 +946,11 @@ fn explain(endpoint: &EndpointKey, decision: &Decision) -> Vec<u8> {
         decision.tier.label(),
         decision.depth,
     );
+    if let Some(leave) = decision.left.or(decision.moved) {
+        fields.push_str("x-kvlb-repin: ");
+        fields.push_str(leave.label());
+        fields.push_str("\r\n");
+    }
     if let Some(miss) = decision.miss {
         fields.push_str("x-kvlb-reason: ");
         fields.push_str(miss.reason.label());

@@ -15,7 +15,7 @@ type Counter = GenericCounter<AtomicU64>;
 pub(super) struct Handles {
     metrics: Arc<Metrics>,
     steps: [Histogram; Step::ALL.len()],
-    first_byte: [OnceLock<Histogram>; 2],
+    first_byte: [OnceLock<Histogram>; Tier::ALL.len()],
     misses: [OnceLock<Counter>; Reason::ALL.len()],
     /// The first detail of each reason; nearly all requests of a kind miss for the same one.
     details: [OnceLock<(&'static str, Counter)>; Reason::ALL.len()],
@@ -27,7 +27,7 @@ impl Handles {
         Self {
             metrics,
             steps,
-            first_byte: [const { OnceLock::new() }; 2],
+            first_byte: [const { OnceLock::new() }; Tier::ALL.len()],
             misses: [const { OnceLock::new() }; Reason::ALL.len()],
             details: [const { OnceLock::new() }; Reason::ALL.len()],
         }

@@ -17,7 +17,7 @@ use crate::control::live::{
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
 use crate::kernel::Kernel;
-use crate::router::{self, Decision, Origin, Overlap, PromptShape, View as _};
+use crate::router::{self, Decision, Overlap, PromptShape, View as _};
 use crate::state::kv::EndpointKv;
 use crate::state::{self, Onlooker, Service, Staged, State};
 use crate::telemetry::Metrics;
@@ -137,14 +137,8 @@ impl Live for LiveState {
 
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
         let service = self.service(rule)?;
-        let seen = desk::see(&self.state, &service, request.path, request.model, request.body);
-        let decision = router::route(
-            &service.ready,
-            &seen.named,
-            &Onlooker(&service),
-            Origin { client: None, prefix: seen.prefix },
-            &[],
-        );
+        let seen = desk::see(&self.state, &service, request);
+        let decision = router::route(&service.ready, &seen.named, &Onlooker(&service), &seen.caller, &[]);
         let mut held = vec![Overlap::default(); service.endpoints.len()];
         if let Ok(named) = &seen.named {
             held = service.held(named);
@@ -163,6 +157,7 @@ impl Live for LiveState {
             reason: decision.miss.map(|miss| miss.reason.label().to_owned()),
             detail: decision.miss.map(|miss| miss.detail.to_owned()).filter(|detail| !detail.is_empty()),
             endpoint: decision.endpoint,
+            repin: decision.left.or(decision.moved).map(|leave| leave.label().to_owned()),
             would_choose: decision.observed.map(|observed| observed.endpoint),
             prompts: prompts(&seen, &decision),
             candidates: service.candidates().into_iter().zip(&held).map(candidate).collect(),

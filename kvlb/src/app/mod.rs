@@ -8,6 +8,7 @@ mod learn;
 mod listen;
 mod live;
 mod meter;
+mod pinning;
 mod steer;
 mod takeover;
 mod watch;

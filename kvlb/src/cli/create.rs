@@ -125,6 +125,8 @@ pub(super) struct LoadBalancer {
     #[command(flatten)]
     kv: KvFlags,
     #[command(flatten)]
+    pinning: PinningFlags,
+    #[command(flatten)]
     proxy: ProxyFlags,
     #[command(flatten)]
     stored: StoredFlags,
@@ -239,6 +241,29 @@ struct KvFlags {
 }
 
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Conversations and sessions")]
+struct PinningFlags {
+    /// Seconds from a conversation's last answer until its endpoint is forgotten; 0: 300
+    #[arg(long, value_name = "SECONDS")]
+    pd_session_ttl: Option<i64>,
+    /// The body's user tells a conversation where X-Conversation-Id does not
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    session_from_user: Option<bool>,
+    /// What --select=persist keeps, and rr then too: a header, cookie:NAME, query:NAME or basic-auth
+    #[arg(long, value_name = "SOURCE")]
+    session_header_name: Option<String>,
+    /// Remember prompts as text, and send what begins alike to one endpoint
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pd_cache_aware: Option<bool>,
+    /// Percent of a prompt's bytes that must be remembered; 0: 20
+    #[arg(long, value_name = "PERCENT")]
+    pd_cache_threshold: Option<i64>,
+    /// Remembered prompts have no word while loads lie further apart than this; 0: 3
+    #[arg(long, value_name = "N")]
+    pd_balance_abs_threshold: Option<i64>,
+}
+
+#[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Proxy")]
 struct ProxyFlags {
     /// Answers carry x-kvlb-* headers that explain the choice
@@ -297,14 +322,6 @@ struct StoredFlags {
     kv_warmup: Option<i64>,
     #[arg(long, value_name = "PORT", value_delimiter = ',', hide_short_help = true)]
     nixl_port: Vec<i64>,
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pd_cache_aware: Option<bool>,
-    #[arg(long, value_name = "SECONDS")]
-    pd_session_ttl: Option<i64>,
-    #[arg(long, value_name = "PERCENT")]
-    pd_cache_threshold: Option<i64>,
-    #[arg(long, value_name = "N")]
-    pd_balance_abs_threshold: Option<i64>,
     #[arg(long, value_name = "PORT")]
     pd_bootstrap_port: Option<i64>,
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
@@ -352,6 +369,7 @@ impl LoadBalancer {
         f.set("adminStateUp", self.admin_down.then_some(false));
         self.probe.fill(&mut f);
         self.kv.fill(&mut f);
+        self.pinning.fill(&mut f);
         self.proxy.fill(&mut f);
         self.stored.fill(&mut f);
         f.0
@@ -452,13 +470,20 @@ impl ProxyFlags {
     }
 }
 
+impl PinningFlags {
+    fn fill(&self, f: &mut Fields) {
+        f.set("pd_session_ttl_sec", self.pd_session_ttl);
+        f.set("session_from_user", self.session_from_user);
+        f.set("session_header_name", self.session_header_name.as_ref());
+        f.set("pd_cache_aware_mode", self.pd_cache_aware);
+        f.set("pd_cache_threshold", self.pd_cache_threshold);
+        f.set("pd_balance_abs_threshold", self.pd_balance_abs_threshold);
+    }
+}
+
 impl StoredFlags {
     fn fill(&self, f: &mut Fields) {
         f.set("kvWarmupSec", self.kv_warmup);
-        f.set("pd_cache_aware_mode", self.pd_cache_aware);
-        f.set("pd_session_ttl_sec", self.pd_session_ttl);
-        f.set("pd_cache_threshold", self.pd_cache_threshold);
-        f.set("pd_balance_abs_threshold", self.pd_balance_abs_threshold);
         f.set("pdBootstrapPort", self.pd_bootstrap_port);
         f.set("sse_mode", self.sse_mode);
         f.set("backend_keepalive_interval_sec", self.backend_keepalive_interval);

@@ -26,11 +26,34 @@ pub(super) fn rules(answer: &Value, wide: bool, screen: Screen) -> String {
     let mut text = if wide { rules_wide(&rules) } else { rules_short(&rules) }.render(screen);
     for rule in rules {
         let id = cell(&rule["id"]);
+        if wide && let Some(pinning) = pinning(&rule["serviceArguments"]) {
+            text.extend([format!("rule {id} remembers {pinning}\n")]);
+        }
         for note in list(rule, "notes").map(cell).chain(rule["refused"].as_str().map(refused)) {
             text.extend([format!("rule {id}: {note}\n")]);
         }
     }
     text
+}
+
+/// What a rule says of conversations, sessions and texts; nothing where it says nothing.
+fn pinning(service: &Value) -> Option<String> {
+    let number = |name: &str, default: u64| service[name].as_u64().filter(|n| *n != 0).unwrap_or(default);
+    let mut parts = Vec::new();
+    if service["pd_session_ttl_sec"].as_u64().is_some_and(|seconds| seconds != 0) {
+        parts.push(format!("for {} s", number("pd_session_ttl_sec", 0)));
+    }
+    if service["session_from_user"] == Value::Bool(true) {
+        parts.push("conversations by user".to_owned());
+    }
+    if let Some(source) = service["session_header_name"].as_str().filter(|source| !source.is_empty()) {
+        parts.push(format!("sessions by {source}"));
+    }
+    if service["pd_cache_aware_mode"] == Value::Bool(true) {
+        let (percent, apart) = (number("pd_cache_threshold", 20), number("pd_balance_abs_threshold", 3));
+        parts.push(format!("texts from {percent}% on, while loads are at most {apart} apart"));
+    }
+    (!parts.is_empty()).then(|| parts.join(", "))
 }
 
 fn refused(why: &str) -> String {
@@ -376,7 +399,7 @@ fn api(status: &Value) -> String {
 /// `explain`.
 pub(super) fn explanation(answer: &Value, screen: Screen) -> String {
     let mut text = format!("tier      {}\nendpoint  {}\n", cell(&answer["tier"]), or_none(&answer["endpoint"]));
-    for (label, name) in [("reason    ", "reason"), ("detail    ", "detail")] {
+    for (label, name) in [("repin     ", "repin"), ("reason    ", "reason"), ("detail    ", "detail")] {
         if let Some(value) = answer[name].as_str() {
             text.extend([format!("{label}{value}\n")]);
         }
@@ -552,6 +575,18 @@ mod tests {
     #[test]
     fn get_lb_wide_is_one_line_an_endpoint() {
         assert_eq!(rules(&answer(), true, PIPE), include_str!("golden/get_lb_wide.txt"));
+    }
+
+    #[test]
+    fn get_lb_wide_says_what_a_rule_remembers() {
+        let shown =
+            |service: Value, wide| rules(&json!({"lbAttr": [{"id": 7, "serviceArguments": service}]}), wide, PIPE);
+        let all = json!({"pd_session_ttl_sec": 60, "session_from_user": true, "session_header_name": "cookie:sid",
+            "pd_cache_aware_mode": true, "pd_cache_threshold": 0});
+        let line = "rule 7 remembers for 60 s, conversations by user, sessions by cookie:sid, texts from 20% on, while loads are at \
+                    most 3 apart\n";
+        assert!(shown(all.clone(), true).ends_with(line) && !shown(all, false).contains("remembers"));
+        assert!(!shown(json!({"pd_session_ttl_sec": 0, "session_header_name": ""}), true).contains("remembers"));
     }
 
     #[test]

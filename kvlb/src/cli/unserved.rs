@@ -12,7 +12,7 @@ const ADMISSION: &str = "admission control is not served yet";
 const RING: &str = "selectors 8 and 10 hash the first 512 bytes of the prompt, and need no ring";
 
 /// Name, whether it takes a value, and why it is refused.
-const FLAGS: [(&str, bool, &str); 46] = [
+const FLAGS: [(&str, bool, &str); 45] = [
     ("udp", VALUE, TCP_ONLY),
     ("sctp", VALUE, TCP_ONLY),
     ("icmp", SWITCH, TCP_ONLY),
@@ -25,7 +25,6 @@ const FLAGS: [(&str, bool, &str); 46] = [
     ("sockmap-mode", VALUE, "splicing is not served yet"),
     ("api-key-auth", SWITCH, "API keys belong to a gateway in front"),
     ("connection-limit", VALUE, "connections are not limited per rule yet"),
-    ("session-header-name", VALUE, "use --select=persist, which keeps a client where it is"),
     ("chwbl-hash-level", VALUE, RING),
     ("chwbl-hash-flags", VALUE, RING),
     ("chwbl-replication", VALUE, RING),

@@ -156,6 +156,8 @@ pub struct Request<'a> {
     pub path: &'a str,
     /// `X-Model`.
     pub model: Option<&'a str>,
+    /// Its header fields.
+    pub fields: &'a [(&'a str, &'a [u8])],
     /// Its body.
     pub body: &'a [u8],
 }
@@ -171,6 +173,9 @@ pub struct Explanation {
     pub detail: Option<String>,
     /// Where the request would go; null where nobody is eligible.
     pub endpoint: Option<usize>,
+    /// Why it would not go where its conversation or session was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub repin: Option<String>,
     /// Where the KV tier would send it, on a rule that only observes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub would_choose: Option<usize>,

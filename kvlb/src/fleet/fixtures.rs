@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{
     BlendRule, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor,
-    PortRange, Role, Rule, RuleId, RuleKey, Score, Selector, TierWeights,
+    Pinning, PortRange, Role, Rule, RuleId, RuleKey, Score, Selector, TierWeights,
 };
 use crate::contract::{BlockSize, HashAlgo};
 
@@ -40,6 +40,7 @@ pub(crate) fn rule() -> Rule {
             score: Score::Prefix,
             blend: BlendRule::default(),
         },
+        pinning: Pinning::default(),
         allowed_sources: Vec::new(),
         decision_headers: false,
         max_inspect_bytes: 32 << 20,

@@ -8,10 +8,12 @@ mod condition;
 mod facts;
 #[cfg(test)]
 pub(crate) mod fixtures;
+mod pinning;
 mod rule;
 
 pub use condition::{Admin, Breaker, Condition, Probe};
 pub use facts::{CacheConfig, EngineFacts, EventSource, Fact, Missing, Model, Version};
+pub use pinning::{Pinning, SessionSource, TrieRule};
 pub use rule::{
     BadStatusCodes, BlendRule, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode,
     Monitor, PortRange, ProbeKind, Relief, Role, Rule, RuleId, RuleKey, Score, Selector, StatusCodes, TierWeights,

@@ -6,6 +6,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
+use super::Pinning;
 use crate::contract::{BlockSize, HashAlgo};
 
 /// The number of a rule: `id` in REST, `service_id` of the inventory, the `service` label of metrics. Never used twice
@@ -80,6 +81,8 @@ pub struct Rule {
     pub monitor: Monitor,
     /// The KV tier's settings; kept also where the tier is off.
     pub kv: KvRule,
+    /// What is remembered of clients.
+    pub pinning: Pinning,
     /// Networks whose clients are served; empty: all.
     pub allowed_sources: Vec<(IpAddr, u8)>,
     /// Answers carry `x-kvlb-*` headers that explain the choice (`decisionHeaders`).

@@ -13,6 +13,7 @@ mod messages;
 mod miss;
 mod prompt;
 mod responses;
+mod whole;
 
 use serde_json::value::RawValue;
 
@@ -103,6 +104,11 @@ pub fn glimpse_model(request: &Request<'_>, reach: usize) -> Glimpse {
         Glimpse::Model(model) => Glimpse::Model(model.filter(|model| !model.is_empty())),
         other => other,
     }
+}
+
+/// The `user` that a request names, of one that [`parse`] makes nothing of.
+pub fn user(request: &Request<'_>) -> Option<String> {
+    body::text(Fields::read(request.body).ok()?.user)
 }
 
 /// What the choice reads of a request.

@@ -1,6 +1,7 @@
 //! What the choice reads of a request, as values.
 
 use super::json::Json;
+use super::whole;
 use crate::contract::TokenId;
 
 /// What the choice reads of a request's body.
@@ -32,6 +33,11 @@ impl Prompt {
     /// How many sequences the engine will run for it: every prompt, as often as completions are asked for.
     pub fn weight(&self) -> u32 {
         u32::try_from(self.prompts).unwrap_or(u32::MAX).saturating_mul(self.samples).max(1)
+    }
+
+    /// Its prompts as one run of bytes, of which the next turn of a conversation has more: at most 256 KiB.
+    pub fn bytes(&self) -> Vec<u8> {
+        whole::bytes(self)
     }
 }
 

@@ -1,15 +1,17 @@
 //! Given candidates with overlap and load, which endpoint.
 //!
-//! Owns the blend of affinity and load ([`choose`]) and the selectors that serve where affinity has no word
-//! ([`select`]). Both are side-effect free over a snapshot. Invariant: a candidate that is not eligible is never
+//! Owns the blend of affinity and load ([`choose`]), the limits of what is only guessed ([`Grounds`]), and the selectors that
+//! serve where affinity has no word ([`select`]). All are side-effect free over a snapshot. Invariant: a candidate that is not eligible is never
 //! chosen.
 
 mod blend;
 mod bound;
+mod pin;
 mod selector;
 
 pub use blend::{BLENDS, Blend, CAP_SUM_MILLI, Choice, Refusal, Settings, UnknownBlend, cheapest, choose, cold_seed};
 pub use bound::Bound;
+pub use pin::{Grounds, Leave, YIELD_BLOCKS, bytes_wanted};
 pub use selector::{Turn, select};
 
 /// What is known of one endpoint at the moment of the choice.

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::policy::Leave;
+
 /// The guard of the ladder that a request failed: the `reason` label of
 /// `loxilb_pd_kv_tier15_miss_reason_total`.
 ///
@@ -89,6 +91,10 @@ impl fmt::Display for Miss {
 /// The step of the ladder that chose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tier {
+    /// Tier 1: where its conversation was.
+    Conversation,
+    /// Tier 1: where prompts that begin alike were.
+    Trie,
     /// Tier 1.5: KV block overlap.
     Overlap,
     /// Tier 2: the rule's own selector, or the least load among prefill endpoints.
@@ -97,9 +103,14 @@ pub enum Tier {
 }
 
 impl Tier {
+    /// Every tier, in the order of the ladder.
+    pub const ALL: [Self; 4] = [Self::Conversation, Self::Trie, Self::Overlap, Self::Selector];
+
     /// The word in headers, logs and `explain`.
     pub const fn label(self) -> &'static str {
         match self {
+            Self::Conversation => "1",
+            Self::Trie => "1-trie",
             Self::Overlap => "1.5",
             Self::Selector => "2",
         }
@@ -149,6 +160,10 @@ pub struct Decision {
     pub expected: bool,
     /// What the KV tier would have chosen, where it may not.
     pub observed: Option<Observed>,
+    /// Why the request did not go where its conversation was, where that was known.
+    pub left: Option<Leave>,
+    /// Why it did not go where its session was, where the selector knew.
+    pub moved: Option<Leave>,
     /// Why affinity had no word, where it had none.
     pub miss: Option<Miss>,
     /// The request's prompts, as far as they were named.

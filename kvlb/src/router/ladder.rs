@@ -1,15 +1,15 @@
 //! The guard ladder: each step one guard, each guard one reason.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::Xxh3;
-
+use super::caller::{Caller, Key};
 use super::decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
+use super::remembered::{self, Word};
 use crate::contract::{BlockHash, BlockSize, Extra, HashError, KeySpace, Lora, TokenId};
 use crate::fleet::{ExactMode, Role, Rule, Score, Selector};
 use crate::openai::{self, Input, Prompt};
-use crate::policy::{self, Blend, Candidate, Choice, Refusal, Settings, Turn};
+use crate::policy::{self, Blend, Candidate, Choice, Grounds, Leave, Refusal, Settings, Turn};
 use crate::tokenize::{self, Tokenizer};
 
 /// A rule made ready to route by.
@@ -113,43 +113,22 @@ pub trait View {
     fn inventory(&self, _endpoint: usize) -> Option<u64> {
         None
     }
-}
 
-/// What of a request the rule's own selector may go by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Origin {
-    /// The client's address.
-    pub client: Option<IpAddr>,
-    /// A number that requests with the same model and the same beginning of their prompt share ([`prefix`]).
-    pub prefix: Option<u64>,
-}
-
-/// Bytes of a prompt that selectors hash: what LoxiLB's hash over prefixes goes by, so that a rule that comes from there finds
-/// its clients spread alike.
-const PREFIX_BYTES: usize = 512;
-
-/// A number that requests with the same model and the same beginning share; `None` for those without a prompt.
-pub fn prefix(prompt: &Prompt) -> Option<u64> {
-    let mut hash = Xxh3::new();
-    hash.update(prompt.served.as_deref().unwrap_or_default().as_bytes());
-    let mut left = PREFIX_BYTES;
-    let mut add = |bytes: &[u8]| {
-        let taken = bytes.len().min(left);
-        left -= taken;
-        hash.update(&bytes[..taken]);
-        left > 0
-    };
-    match prompt.inputs.first()? {
-        Input::Text(text) => _ = add(text.as_bytes()),
-        Input::Tokens(ids) => _ = ids.iter().all(|id| add(&id.0.to_le_bytes())),
-        Input::Chat(chat) => {
-            let texts = |message: &openai::Message| {
-                add(message.role.as_bytes()) && message.content.iter().all(|part| add(part.text.as_bytes()))
-            };
-            _ = chat.messages.iter().all(texts);
-        }
+    /// Position of the endpoint where a conversation was. Who remembers nothing says nothing.
+    fn conversation(&self, _key: Key) -> Option<usize> {
+        None
     }
-    Some(hash.digest())
+
+    /// Position of the endpoint where a session was.
+    fn session(&self, _key: Key) -> Option<usize> {
+        None
+    }
+
+    /// Positions of the endpoints that beginnings of a text were sent to, for each beginning of so many bytes or more, the
+    /// longest first, and of each the endpoint that got it last first.
+    fn known(&self, _text: &[u8], _least: usize) -> Vec<Vec<usize>> {
+        Vec::new()
+    }
 }
 
 /// Names the blocks of a request's prompts.
@@ -239,61 +218,146 @@ pub fn tokens(
     prompt.inputs.iter().map(of_input).collect()
 }
 
-/// Chooses an endpoint for one request: cache affinity first, the rule's own selector on a miss.
+/// Chooses an endpoint for one request: where its conversation was, or prompts like its own; else by cache affinity; the
+/// rule's own selector on a miss.
 ///
 /// `tried` are the endpoints that this request already failed on.
 pub fn route(
     service: &Service,
     named: &Result<Named, Miss>,
     view: &dyn View,
-    origin: Origin,
+    caller: &Caller,
     tried: &[usize],
 ) -> Decision {
+    let candidates = servants(service, view, tried);
+    let prompts = shapes(named, service.rule.kv.block_size);
+    let named = named.as_ref().map_err(|miss| *miss);
+    let held = named.map(|named| view.held(named)).unwrap_or_default();
+    let word = if caller.is_known() {
+        let blocks = prompts.iter().map(|prompt| prompt.blocks).sum();
+        guess(service, view, (caller, tried), &candidates, (&held, blocks))
+    } else {
+        Word::default()
+    };
+    let decision = match word.choice {
+        Some((endpoint, tier)) if !service.rule.kv.observe => {
+            // The KV tier was not asked. A guard that failed before it could be is told all the same.
+            let miss = named.err().filter(|miss| miss.reason != Reason::ModeOff);
+            let known = there(endpoint, &held);
+            let held = held.get(endpoint).map_or(0, |held| measure(service, held));
+            let uncached_tokens = named.map_or(0, |named| uncached(service, named, held));
+            Decision { tier, miss, uncached_tokens, ..known }
+        }
+        _ => descend(service, named, view, (caller, tried), &held, candidates, word),
+    };
+    Decision { left: word.left.map(|(_, leave)| leave), prompts, ..decision }
+}
+
+/// Every endpoint, and whether this request may be sent there.
+fn servants(service: &Service, view: &dyn View, tried: &[usize]) -> Vec<Candidate> {
     let mut candidates = view.candidates();
     let serves = serving_role(&service.rule);
     for candidate in &mut candidates {
         let role = service.rule.endpoints.get(candidate.endpoint).map(|endpoint| endpoint.role);
         candidate.eligible &= role.is_some_and(&serves) && !tried.contains(&candidate.endpoint);
     }
-    let prompts = shapes(named, service.rule.kv.block_size);
-    let named = named.as_ref().map_err(|miss| *miss);
-    let held = named.map(|named| view.held(named)).unwrap_or_default();
-    let decision = match named.and_then(|named| affinity(service, named, view, &held, &mut candidates)) {
-        Ok(decision) => Decision { prompts, ..decision },
-        Err(miss) => Decision { miss: Some(miss), prompts, ..Decision::default() },
+    candidates
+}
+
+/// Tier 1, for prompts of so many `blocks`. Where the KV tier may not choose, nobody yields to what it knows.
+fn guess(
+    service: &Service,
+    view: &dyn View,
+    (caller, tried): (&Caller, &[usize]),
+    candidates: &[Candidate],
+    (held, blocks): (&[Overlap], usize),
+) -> Word {
+    let held = if service.rule.kv.observe { &[] } else { held };
+    let announced: Vec<u32> = held.iter().map(|held| measure(service, held)).collect();
+    let min_overlap = min_overlap(service, blocks);
+    let grounds = Grounds { candidates, announced: &announced, min_overlap, tried, settings: &service.settings };
+    remembered::word(service, view, caller, &grounds)
+}
+
+/// The KV tier, and those who choose where it does not: on a rule that only observes tier 1, if it has a word, else tier 2.
+fn descend(
+    service: &Service,
+    named: Result<&Named, Miss>,
+    view: &dyn View,
+    (caller, tried): (&Caller, &[usize]),
+    held: &[Overlap],
+    mut candidates: Vec<Candidate>,
+    word: Word,
+) -> Decision {
+    let decision = match named.and_then(|named| affinity(service, named, view, held, &mut candidates)) {
+        Ok(decision) => decision,
+        Err(miss) => Decision { miss: Some(miss), ..Decision::default() },
     };
-    // Tokens that the endpoint has to compute for it.
+    let observes = service.rule.kv.observe;
     let work = |endpoint: Option<usize>| {
         endpoint.and_then(|endpoint| candidates.get(endpoint)).map_or(0, |candidate| candidate.uncached_tokens)
     };
-    if decision.endpoint.is_some() && !service.rule.kv.observe {
+    if decision.endpoint.is_some() && !observes {
         return Decision { uncached_tokens: work(decision.endpoint), ..decision };
     }
-    let by_cost = service.settings.blend == Blend::Cost && named.is_ok() && !service.rule.kv.observe;
-    let endpoint = if by_cost {
-        policy::cheapest(&candidates).map(|candidate| candidate.endpoint)
+    let by_cost = service.settings.blend == Blend::Cost && named.is_ok() && !observes;
+    let chosen = if let Some((endpoint, tier)) = word.choice {
+        Decision { tier, ..there(endpoint, held) }
     } else {
-        fallback(service, view, origin, &candidates)
+        spare_overloaded(word.left, &mut candidates);
+        let (endpoint, moved) = if by_cost {
+            (policy::cheapest(&candidates).map(|candidate| candidate.endpoint), None)
+        } else {
+            fallback(service, view, caller, &candidates, tried)
+        };
+        let known = endpoint.map(|endpoint| there(endpoint, held)).unwrap_or_default();
+        Decision { rank: None, moved, ..known }
     };
-    let decision = Decision { uncached_tokens: work(endpoint), ..decision };
-    if !service.rule.kv.observe {
-        return Decision { endpoint, ..decision };
+    let work = chosen.endpoint.and_then(|endpoint| candidates.get(endpoint));
+    let chosen = Decision { uncached_tokens: work.map_or(0, |candidate| candidate.uncached_tokens), ..chosen };
+    if !observes {
+        return Decision {
+            endpoint: chosen.endpoint,
+            moved: chosen.moved,
+            uncached_tokens: chosen.uncached_tokens,
+            ..decision
+        };
     }
-    // A trial: what the tier would choose is told, and the selector chooses.
-    let here = endpoint.and_then(|endpoint| held.get(endpoint)).copied().unwrap_or_default();
-    let observed =
+    // A trial: what the tier would choose is told, and others choose.
+    let told =
         decision.endpoint.map(|endpoint| Observed { endpoint, depth: decision.depth, expected: decision.expected });
-    Decision {
-        endpoint,
-        tier: Tier::Selector,
-        depth: here.depth,
-        count: here.count,
-        rank: None,
-        expected: false,
-        spill: false,
-        seeded: false,
-        observed,
-        ..decision
+    Decision { observed: told, miss: decision.miss, ..chosen }
+}
+
+/// A choice of an endpoint, and what of the prompts it is known to hold.
+fn there(endpoint: usize, held: &[Overlap]) -> Decision {
+    let held = held.get(endpoint).copied().unwrap_or_default();
+    let rank = held.rank.filter(|_| held.depth > 0);
+    Decision { endpoint: Some(endpoint), depth: held.depth, count: held.count, rank, ..Decision::default() }
+}
+
+/// A selector that knows nothing of load must not give a request back to the endpoint that was left for it.
+fn spare_overloaded(left: Option<(usize, Leave)>, candidates: &mut [Candidate]) {
+    let Some((overloaded, Leave::Overload)) = left else { return };
+    if candidates.iter().any(|c| c.eligible && c.endpoint != overloaded) {
+        candidates.iter_mut().filter(|c| c.endpoint == overloaded).for_each(|c| c.eligible = false);
+    }
+}
+
+/// Tokens of a request's prompts that an endpoint with so many of their blocks has to compute.
+fn uncached(service: &Service, named: &Named, blocks: u32) -> u64 {
+    let size = service.rule.kv.block_size.tokens();
+    let tokens: usize = named.prompts.iter().map(|prompt| prompt.tokens).sum();
+    // An engine computes the last token of a prompt anew, and with it the block that it is in.
+    let most = tokens.saturating_sub(1) / size * size;
+    (tokens - (blocks as usize).saturating_mul(size).min(most)) as u64
+}
+
+/// Blocks that an endpoint holds, by the rule's measure.
+fn measure(service: &Service, held: &Overlap) -> u32 {
+    match service.rule.kv.score {
+        Score::Prefix => held.depth,
+        Score::Count => held.count,
     }
 }
 
@@ -317,22 +381,14 @@ fn affinity(
     held: &[Overlap],
     candidates: &mut [Candidate],
 ) -> Result<Decision, Miss> {
-    let announced = |endpoint: usize| {
-        held.get(endpoint).map_or(0, |held| match service.rule.kv.score {
-            Score::Prefix => held.depth,
-            Score::Count => held.count,
-        })
-    };
+    let announced = |endpoint: usize| held.get(endpoint).map_or(0, |held| measure(service, held));
     let expected = view.expected(named);
     let size = service.rule.kv.block_size.tokens();
     let blocks: usize = named.prompts.iter().map(|prompt| prompt.tokens / size).sum();
-    let tokens: usize = named.prompts.iter().map(|prompt| prompt.tokens).sum();
     for candidate in &mut *candidates {
         let coming = expected.get(candidate.endpoint).copied().unwrap_or_default();
         candidate.overlap = announced(candidate.endpoint).max(coming);
-        // An engine computes the last token of a prompt anew, and with it the block that it is in.
-        let most = tokens.saturating_sub(1) / size * size;
-        candidate.uncached_tokens = (tokens - (candidate.overlap as usize).saturating_mul(size).min(most)) as u64;
+        candidate.uncached_tokens = uncached(service, named, candidate.overlap);
     }
     let longest = named.prompts.iter().map(|prompt| prompt.tokens).max().unwrap_or_default();
     let too_short = longest < service.min_match_tokens as usize;
@@ -388,17 +444,37 @@ fn min_overlap(service: &Service, blocks: usize) -> u32 {
     wanted.min(u32::try_from(blocks).unwrap_or(u32::MAX)).max(1)
 }
 
-/// Tier 2. A split rule asks the least loaded prefill endpoint, in turn where loads are equal; a pool asks its selector.
-fn fallback(service: &Service, view: &dyn View, origin: Origin, candidates: &[Candidate]) -> Option<usize> {
+/// Tier 2, and why a session that the selector keeps moved. A split rule asks the least loaded prefill endpoint, in turn where
+/// loads are equal; a pool asks its selector.
+fn fallback(
+    service: &Service,
+    view: &dyn View,
+    caller: &Caller,
+    candidates: &[Candidate],
+    tried: &[usize],
+) -> (Option<usize>, Option<Leave>) {
+    if service.rule.kv.mode == ExactMode::PrefillDecode {
+        return (least_loaded(view, candidates), None);
+    }
+    let mut moved = None;
+    if let Some(endpoint) = caller.session.and_then(|key| view.session(key)) {
+        if candidates.iter().any(|c| c.eligible && c.endpoint == endpoint) {
+            return (Some(endpoint), None);
+        }
+        moved = Some(if tried.contains(&endpoint) { Leave::Tried } else { Leave::Out });
+    }
+    // To selectors a session is what a client is: somebody with an address.
     let turn = Turn {
         number: view.turn(),
-        client: origin.client,
-        prefix: origin.prefix,
+        client: caller.session.map(|key| IpAddr::V6(Ipv6Addr::from_bits(key.0))).or(caller.client),
+        prefix: caller.prefix,
         load_factor: service.rule.hash_load_factor,
     };
-    if service.rule.kv.mode != ExactMode::PrefillDecode {
-        return policy::select(service.rule.selector, candidates, turn);
-    }
+    (policy::select(service.rule.selector, candidates, turn), moved)
+}
+
+fn least_loaded(view: &dyn View, candidates: &[Candidate]) -> Option<usize> {
+    let turn = Turn { number: view.turn(), ..Turn::default() };
     let least = candidates.iter().filter(|c| c.eligible).map(|c| c.load).min()?;
     let mut idlest = candidates.to_vec();
     for candidate in &mut idlest {
@@ -447,6 +523,7 @@ mod tests {
     use super::*;
     use crate::contract::{Hasher, KeyEra, NoneSeed};
     use crate::fleet::fixtures::{endpoint, rule};
+    use crate::fleet::{Pinning, TrieRule};
     use crate::openai::Request;
 
     /// Remembers nothing.
@@ -476,6 +553,11 @@ mod tests {
         coming: Vec<u32>,
         out: Vec<usize>,
         turns: AtomicU64,
+        /// Where every conversation, and every session, was.
+        conversation: Option<usize>,
+        session: Option<usize>,
+        /// Who was sent beginnings of every text, and how long these are.
+        texts: Vec<(usize, Vec<usize>)>,
     }
 
     impl View for Fleet {
@@ -509,6 +591,24 @@ mod tests {
         fn turn(&self) -> u64 {
             self.turns.fetch_add(1, Ordering::Relaxed)
         }
+
+        fn conversation(&self, _: Key) -> Option<usize> {
+            self.conversation
+        }
+
+        fn session(&self, _: Key) -> Option<usize> {
+            self.session
+        }
+
+        fn known(&self, _: &[u8], least: usize) -> Vec<Vec<usize>> {
+            let known = self.texts.iter().filter(|(matched, _)| *matched >= least);
+            known.map(|(_, endpoints)| endpoints.clone()).collect()
+        }
+    }
+
+    /// Who belongs to a conversation.
+    fn talker() -> Caller {
+        Caller { conversation: Some(Key(1)), ..Caller::default() }
     }
 
     fn service(mode: ExactMode, roles: &[Role]) -> Service {
@@ -576,20 +676,20 @@ mod tests {
         let size = BlockSize::new(16).unwrap();
         let shape = |named: &Result<Named, Miss>| (shapes(named, size)[0].tokens, shapes(named, size)[0].blocks);
         assert_eq!(shape(&prompt_a), (40, 2));
-        let cold = route(&service, &prompt_a, &fleet, Origin::default(), &[]);
+        let cold = route(&service, &prompt_a, &fleet, &Caller::default(), &[]);
         assert_eq!((cold.endpoint, cold.tier, cold.miss), (Some(0), Tier::Selector, Some(Miss::new(Reason::NoWorker))));
         fleet.held[0].extend(&prompt_a.unwrap().prompts[0].names[0]);
         let prompt_b = named(&service, &preamble_and(2000..2006));
         assert_eq!(shape(&prompt_b), (38, 2));
-        let warm = route(&service, &prompt_b, &fleet, Origin::default(), &[]);
+        let warm = route(&service, &prompt_b, &fleet, &Caller::default(), &[]);
         assert_eq!((warm.endpoint, warm.tier, warm.depth, warm.count), (Some(0), Tier::Overlap, 2, 2));
         // The coda: the owner refuses, and nobody else holds anything; the fallback stays among prefill endpoints.
-        let again = route(&service, &prompt_b, &fleet, Origin::default(), &[0]);
+        let again = route(&service, &prompt_b, &fleet, &Caller::default(), &[0]);
         assert_eq!((again.endpoint, again.miss), (Some(2), Some(Miss::new(Reason::Excluded))));
         // With a second holder the second-best overlap wins.
         let first_block = named(&service, &ids(1..17)).unwrap().prompts[0].names[0].clone();
         fleet.held[2].extend(&first_block);
-        let second = route(&service, &prompt_b, &fleet, Origin::default(), &[0]);
+        let second = route(&service, &prompt_b, &fleet, &Caller::default(), &[0]);
         assert_eq!((second.endpoint, second.tier, second.depth), (Some(2), Tier::Overlap, 1));
     }
 
@@ -601,9 +701,9 @@ mod tests {
         assert_eq!(why(&service, br#"{"model":"m"}"#), Some(Reason::TextEmpty));
         assert_eq!(why(&service, br#"{"prompt":[1,2,3]}"#), Some(Reason::ModelEmpty));
         assert_eq!(why(&service, br#"{"model":"m","prompt":"text"}"#), Some(Reason::Tokenize));
-        let cold = route(&service, &named(&service, &ids(0..32)), &fleet, Origin::default(), &[]);
+        let cold = route(&service, &named(&service, &ids(0..32)), &fleet, &Caller::default(), &[]);
         assert_eq!(cold.miss, Some(Miss::new(Reason::NoWorker)));
-        let short = route(&service, &named(&service, &ids(0..15)), &fleet, Origin::default(), &[]);
+        let short = route(&service, &named(&service, &ids(0..15)), &fleet, &Caller::default(), &[]);
         assert_eq!(short.miss, Some(Miss::because(Reason::Shallow, "prompt")));
         let mut off = rule();
         off.kv.mode = ExactMode::Off;
@@ -620,14 +720,14 @@ mod tests {
         service.min_match_tokens = 40;
         let prompt = named(&service, &ids(0..64));
         fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..2]);
-        let shallow = route(&service, &prompt, &fleet, Origin::default(), &[]);
+        let shallow = route(&service, &prompt, &fleet, &Caller::default(), &[]);
         assert_eq!(shallow.miss, Some(Miss::because(Reason::Shallow, "match")));
         fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..3]);
-        assert_eq!(route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint, Some(1));
+        assert_eq!(route(&service, &prompt, &fleet, &Caller::default(), &[]).endpoint, Some(1));
         service.min_match_tokens = 16;
         let one_block = named(&service, &ids(500..516));
         fleet.held[1].extend(&one_block.as_ref().unwrap().prompts[0].names[0]);
-        let back = route(&service, &one_block, &fleet, Origin::default(), &[]);
+        let back = route(&service, &one_block, &fleet, &Caller::default(), &[]);
         assert_eq!((back.endpoint, back.tier, back.depth), (Some(1), Tier::Overlap, 1));
     }
 
@@ -639,12 +739,12 @@ mod tests {
         let names = prompt.as_ref().unwrap().prompts[0].names[0].clone();
         fleet.held[0].extend(&names[4..]);
         fleet.held[1].extend(&names[..3]);
-        assert_eq!(route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint, Some(1));
+        assert_eq!(route(&service, &prompt, &fleet, &Caller::default(), &[]).endpoint, Some(1));
         let mut counting = rule();
         counting.kv.score = Score::Count;
         counting.endpoints.clone_from(&service.rule.endpoints);
         service.rule = Arc::new(counting);
-        assert_eq!(route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint, Some(0));
+        assert_eq!(route(&service, &prompt, &fleet, &Caller::default(), &[]).endpoint, Some(0));
     }
 
     #[test]
@@ -655,7 +755,7 @@ mod tests {
         let prompts = &batch.as_ref().unwrap().prompts;
         fleet.held[0].extend(&prompts[0].names[0]);
         fleet.held[1].extend(&prompts[1].names[0]);
-        let decision = route(&service, &batch, &fleet, Origin::default(), &[]);
+        let decision = route(&service, &batch, &fleet, &Caller::default(), &[]);
         assert_eq!((decision.endpoint, decision.depth), (Some(1), 4));
     }
 
@@ -664,18 +764,18 @@ mod tests {
         let (service, mut fleet) = pool(3);
         fleet.coming = vec![0, 0, 2];
         let prompt = named(&service, &ids(0..64));
-        let follows = route(&service, &prompt, &fleet, Origin::default(), &[]);
+        let follows = route(&service, &prompt, &fleet, &Caller::default(), &[]);
         assert_eq!(
             (follows.endpoint, follows.tier, follows.depth, follows.expected),
             (Some(2), Tier::Overlap, 0, true)
         );
         assert_eq!(follows.miss.map(|miss| miss.reason), Some(Reason::NoWorker));
         fleet.held[2].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..1]);
-        let hit = route(&service, &prompt, &fleet, Origin::default(), &[]);
+        let hit = route(&service, &prompt, &fleet, &Caller::default(), &[]);
         assert_eq!((hit.endpoint, hit.depth, hit.expected, hit.miss), (Some(2), 1, false, None));
         fleet.held[0].extend(&prompt.as_ref().unwrap().prompts[0].names[0][..3]);
         assert_eq!(
-            route(&service, &prompt, &fleet, Origin::default(), &[]).endpoint,
+            route(&service, &prompt, &fleet, &Caller::default(), &[]).endpoint,
             Some(0),
             "three announced beat two expected"
         );
@@ -689,11 +789,105 @@ mod tests {
         let mut observing = (*service.rule).clone();
         observing.kv.observe = true;
         service.rule = Arc::new(observing);
-        let chosen: Vec<_> = (0..4).map(|_| route(&service, &prompt, &fleet, Origin::default(), &[])).collect();
+        let chosen: Vec<_> = (0..4).map(|_| route(&service, &prompt, &fleet, &Caller::default(), &[])).collect();
         assert_eq!(chosen.iter().map(|d| d.endpoint).collect::<Vec<_>>(), [Some(0), Some(1), Some(0), Some(1)]);
         let would = Observed { endpoint: 1, depth: 4, expected: false };
         assert!(chosen.iter().all(|d| d.tier == Tier::Selector && d.observed == Some(would)));
         assert_eq!((chosen[0].depth, chosen[1].depth), (0, 4));
+    }
+
+    #[test]
+    fn a_conversation_goes_where_it_was_unless_much_more_is_known_elsewhere() {
+        let (service, mut fleet) = pool(3);
+        fleet.conversation = Some(1);
+        let prompt = named(&service, &ids(0..160));
+        let names = prompt.as_ref().unwrap().prompts[0].names[0].clone();
+        fleet.held[1].extend(&names[..1]);
+        fleet.held[2].extend(&names[..9]);
+        let stays = route(&service, &prompt, &fleet, &talker(), &[]);
+        assert_eq!((stays.endpoint, stays.tier, stays.depth, stays.miss), (Some(1), Tier::Conversation, 1, None));
+        assert_eq!(stays.prompts.len(), 1, "the prompt is told all the same");
+        fleet.held[2].extend(&names[9..]);
+        let yields = route(&service, &prompt, &fleet, &talker(), &[]);
+        assert_eq!((yields.endpoint, yields.tier, yields.left), (Some(2), Tier::Overlap, Some(Leave::Deeper)));
+        let nobody = route(&service, &prompt, &fleet, &Caller::default(), &[]);
+        assert_eq!((nobody.endpoint, nobody.left), (Some(2), None));
+    }
+
+    #[test]
+    fn a_conversation_whose_endpoint_is_out_or_over_its_bound_goes_on_down_the_ladder() {
+        let (service, mut fleet) = pool(3);
+        fleet.conversation = Some(0);
+        let miss: Result<Named, Miss> = Err(Miss::new(Reason::ModeOff));
+        let tried = route(&service, &miss, &fleet, &talker(), &[0]);
+        assert_eq!((tried.endpoint, tried.tier, tried.left), (Some(1), Tier::Selector, Some(Leave::Tried)));
+        fleet.load = vec![4, 4, 0];
+        let over: Vec<_> = (0..3).map(|_| route(&service, &miss, &fleet, &talker(), &[])).collect();
+        assert!(over.iter().all(|d| d.left.is_none()), "ceil(1.75 * 9 / 3) = 6");
+        fleet.load = vec![9, 0, 0];
+        let over: Vec<_> = (0..4).map(|_| route(&service, &miss, &fleet, &talker(), &[])).collect();
+        assert!(over.iter().all(|d| d.left == Some(Leave::Overload) && d.endpoint != Some(0)), "{over:?}");
+        fleet.out = vec![1, 2];
+        assert_eq!(route(&service, &miss, &fleet, &talker(), &[]).endpoint, Some(0), "nobody else is there");
+    }
+
+    #[test]
+    fn texts_have_a_word_from_their_threshold_on_while_loads_are_even() {
+        let (mut service, mut fleet) = pool(3);
+        let mut remembering = (*service.rule).clone();
+        let trie = TrieRule { threshold: 50, balance: 3 };
+        remembering.pinning = Pinning { trie: Some(trie), ..Pinning::default() };
+        service.rule = Arc::new(remembering);
+        let body = br#"{"model": "m", "prompt": "ten bytes."}"#;
+        let prompt = openai::parse(&Request { method: "POST", path: "/v1/completions", model_header: None, body });
+        let text = crate::router::Text::of(&prompt.unwrap());
+        let marked = text.bytes().len() - 10;
+        let caller = Caller { text: Some(text), ..Caller::default() };
+        let miss: Result<Named, Miss> = Err(Miss::new(Reason::ModeOff));
+        fleet.texts = vec![(marked + 4, vec![2])];
+        assert_eq!(route(&service, &miss, &fleet, &caller, &[]).tier, Tier::Selector);
+        fleet.texts = vec![(marked + 5, vec![2])];
+        let known = route(&service, &miss, &fleet, &caller, &[]);
+        assert_eq!((known.endpoint, known.tier), (Some(2), Tier::Trie));
+        fleet.load = vec![0, 0, 3];
+        assert_eq!(route(&service, &miss, &fleet, &caller, &[]).tier, Tier::Trie);
+        fleet.load = vec![0, 0, 4];
+        assert_eq!(route(&service, &miss, &fleet, &caller, &[]).tier, Tier::Selector);
+        fleet.load = vec![0, 0, 0];
+        fleet.texts = vec![(marked + 9, vec![2]), (marked + 6, vec![1])];
+        let next = route(&service, &miss, &fleet, &caller, &[2]);
+        assert_eq!((next.endpoint, next.tier), (Some(1), Tier::Trie), "the shorter one serves where the longer cannot");
+        fleet.conversation = Some(0);
+        let both = Caller { conversation: Some(Key(1)), ..caller };
+        assert_eq!(route(&service, &miss, &fleet, &both, &[]).tier, Tier::Conversation);
+    }
+
+    #[test]
+    fn a_selector_keeps_its_session_while_its_endpoint_may_be_asked() {
+        let (service, mut fleet) = pool(3);
+        fleet.session = Some(2);
+        let caller = Caller { session: Some(Key(9)), ..Caller::default() };
+        let miss: Result<Named, Miss> = Err(Miss::new(Reason::ModeOff));
+        fleet.load = vec![0, 0, 90];
+        let kept = route(&service, &miss, &fleet, &caller, &[]);
+        assert_eq!((kept.endpoint, kept.tier, kept.moved), (Some(2), Tier::Selector, None));
+        fleet.out = vec![2];
+        let moved = route(&service, &miss, &fleet, &caller, &[]);
+        assert_eq!((moved.endpoint, moved.moved), (Some(0), Some(Leave::Out)));
+    }
+
+    #[test]
+    fn a_rule_that_observes_goes_by_the_conversation_and_never_by_blocks() {
+        let (mut service, mut fleet) = pool(2);
+        let prompt = named(&service, &ids(0..320));
+        fleet.held[1].extend(&prompt.as_ref().unwrap().prompts[0].names[0]);
+        let mut observing = (*service.rule).clone();
+        observing.kv.observe = true;
+        service.rule = Arc::new(observing);
+        fleet.conversation = Some(0);
+        let chosen = route(&service, &prompt, &fleet, &talker(), &[]);
+        assert_eq!((chosen.endpoint, chosen.tier, chosen.left), (Some(0), Tier::Conversation, None));
+        assert_eq!(chosen.observed.map(|observed| observed.endpoint), Some(1));
     }
 
     #[test]
@@ -714,7 +908,7 @@ mod tests {
     #[test]
     fn with_nobody_left_there_is_no_endpoint() {
         let (service, fleet) = pool(2);
-        let decision = route(&service, &named(&service, &ids(0..32)), &fleet, Origin::default(), &[0, 1]);
+        let decision = route(&service, &named(&service, &ids(0..32)), &fleet, &Caller::default(), &[0, 1]);
         assert_eq!(decision.endpoint, None);
     }
 
@@ -724,7 +918,7 @@ mod tests {
         let fleet = Fleet { held: vec![BTreeSet::new(); 4], load: vec![1, 3, 1, 0], ..Fleet::default() };
         let got: Vec<_> = (0..4)
             .map(|n| {
-                route(&service, &named(&service, &ids(n * 100..n * 100 + 32)), &fleet, Origin::default(), &[]).endpoint
+                route(&service, &named(&service, &ids(n * 100..n * 100 + 32)), &fleet, &Caller::default(), &[]).endpoint
             })
             .collect();
         assert_eq!(got, [Some(0), Some(2), Some(0), Some(2)]);

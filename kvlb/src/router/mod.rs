@@ -4,10 +4,13 @@
 //! them against what endpoints hold now, and is asked again with the loser excluded when a connect fails. Neither does
 //! I/O, takes a lock or reads a clock.
 
+mod caller;
 mod decision;
 mod ladder;
 mod pick;
+mod remembered;
 
+pub use caller::{Caller, Key, Text, Whose, prefix, told};
 pub use decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
-pub use ladder::{Named, NamedPrompt, Origin, Overlap, Service, Space, Step, View, name, prefix, route, tokens};
+pub use ladder::{Named, NamedPrompt, Overlap, Service, Space, Step, View, name, route, tokens};
 pub use pick::{Lookup, Match, rank};

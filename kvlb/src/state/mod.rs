@@ -9,12 +9,16 @@ pub mod index;
 pub mod kv;
 pub mod ledger;
 mod live;
+mod pins;
 mod reach;
+mod recency;
 mod retry;
 mod scrape;
+mod sessions;
 mod table;
 mod texts;
 mod tokenizers;
+mod trie;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -27,11 +31,14 @@ use tokio::sync::watch;
 
 pub use expect::{Expectation, Expectations};
 pub use live::{EndpointId, InFlight, ListedModel, Meters, Waiting};
+pub use pins::Pins;
 pub use retry::RetryBudget;
 pub use scrape::page;
+pub use sessions::{Claim, Claimed, Pin, Sessions, SessionsUse};
 pub use table::{Endpoint, Onlooker, STATUS_CLASSES, Service, Table, Unserved, Visit};
 pub use texts::{Texts, TextsUse};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
+pub use trie::{Trie, TrieUse};
 
 use crate::clock;
 use crate::contract::{NoneSeed, Rehash};
@@ -211,6 +218,8 @@ impl State {
                 kv.set_expectations(&expectations, endpoint.meters.id);
             }
         }
+        let pins = old.map_or_else(Arc::default, |old| Arc::clone(&old.pins));
+        pins.retain(rule, &endpoints);
         Service {
             ready: router::Service {
                 rule: Arc::clone(rule),
@@ -220,11 +229,13 @@ impl State {
             endpoints,
             index,
             expectations,
+            pins,
             visits: old.map_or_else(Arc::default, |old| Arc::clone(&old.visits)),
             turns: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.turns)),
             hits: old.map_or_else(Arc::default, |old| Arc::clone(&old.hits)),
             choices: old.map_or_else(|| Arc::new(AtomicU64::new(0)), |old| Arc::clone(&old.choices)),
             classes: Default::default(),
+            tiers: Default::default(),
             failures: Failures::default(),
             retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
         }

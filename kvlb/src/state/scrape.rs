@@ -42,6 +42,7 @@ fn set(state: &State) {
     forget_requests(metrics, &table);
     for service in table.services() {
         metrics.breaker_panic.with_label_values(&[service.rule().id.to_string().as_str()]);
+        show_pins(metrics, service);
         for (position, endpoint) in service.endpoints.iter().enumerate() {
             show(metrics, service, position, endpoint);
         }
@@ -55,6 +56,11 @@ fn forget(metrics: &Metrics) {
     for family in [&metrics.blocks, &metrics.subscriber_connected, &metrics.endpoint_load, &metrics.endpoint_eligible] {
         family.reset();
     }
+    for family in [&metrics.sessions, &metrics.trie_nodes, &metrics.trie_bytes] {
+        family.reset();
+    }
+    metrics.session_evictions.reset();
+    metrics.trie_evictions.reset();
     metrics.contract.reset();
     metrics.keying.reset();
     metrics.orphans.reset();
@@ -73,7 +79,9 @@ fn forget(metrics: &Metrics) {
 /// Requests are counted as they end, which may be after their rule went: its series go here.
 fn forget_requests(metrics: &Metrics, table: &Table) {
     let in_force: BTreeSet<String> = table.services().iter().map(|service| service.rule().id.to_string()).collect();
-    let families: [(&IntCounterVec, &[&str]); 5] = [
+    let families: [(&IntCounterVec, &[&str]); 7] = [
+        (&metrics.tier_choices, &["service", "tier"]),
+        (&metrics.session_repins, &["service", "kind", "reason"]),
         (&metrics.requests, &["service", "class"]),
         (&metrics.observed_choices, &["service", "result"]),
         (&metrics.observed_tokens, &["service"]),
@@ -91,6 +99,24 @@ fn forget_requests(metrics: &Metrics, table: &Table) {
                 tracing::debug!(?labels, "no such series");
             }
         }
+    }
+}
+
+fn show_pins(metrics: &Metrics, service: &Service) {
+    let (rule, now) = (service.rule(), clock::now());
+    let id = rule.id.to_string();
+    let gauge = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+    let sessions = rule.keeps_sessions().then_some(("session", &service.pins.sessions));
+    for (kind, table) in std::iter::once(("conversation", &service.pins.conversations)).chain(sessions) {
+        let (usage, labels) = (table.usage(now), [id.as_str(), kind]);
+        metrics.sessions.with_label_values(&labels).set(gauge(usage.entries));
+        metrics.session_evictions.with_label_values(&labels).inc_by(usage.evicted);
+    }
+    if rule.pinning.trie.is_some() {
+        let (usage, labels) = (service.pins.texts.usage(), [id.as_str()]);
+        metrics.trie_nodes.with_label_values(&labels).set(gauge(usage.nodes));
+        metrics.trie_bytes.with_label_values(&labels).set(gauge(usage.bytes));
+        metrics.trie_evictions.with_label_values(&labels).inc_by(usage.evicted);
     }
 }
 

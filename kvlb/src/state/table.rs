@@ -11,13 +11,14 @@ use super::breaker::Failures;
 use super::expect::Expectations;
 use super::index::Index;
 use super::kv::EndpointKv;
-use super::live::{ListedModel, Meters};
+use super::live::{EndpointId, ListedModel, Meters};
+use super::pins::Pins;
 use super::retry::RetryBudget;
 use crate::clock;
 use crate::contract::{KeySpace, Lora};
 use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
 use crate::policy::Candidate;
-use crate::router::{self, Lookup, Named, Overlap, Space, View};
+use crate::router::{self, Key, Lookup, Named, Overlap, Space, Tier, View};
 
 /// Classes of statuses that are counted apart: 1xx to 5xx, and what is none of them.
 pub const STATUS_CLASSES: usize = 6;
@@ -46,6 +47,10 @@ pub struct Service {
     pub failures: Failures,
     /// Blocks that requests under way bring to their endpoints.
     pub expectations: Arc<Expectations>,
+    /// Where clients' conversations and sessions were, and prompts like theirs.
+    pub pins: Arc<Pins>,
+    /// What counts the rule's requests, by the tier that chose; each made when it has something to count.
+    pub tiers: [OnceLock<GenericCounter<CounterCell>>; Tier::ALL.len()],
     /// What counts the rule's requests, by the class of their status; each made when it has something to count.
     pub classes: [OnceLock<GenericCounter<CounterCell>>; STATUS_CLASSES],
     pub(super) turns: Arc<AtomicU64>,
@@ -190,6 +195,11 @@ impl Service {
             open += usize::from(condition.breaker == fleet::Breaker::Open);
         }
         open * 2 > well
+    }
+
+    /// The position of an endpoint that this version of the rule has.
+    pub fn position(&self, id: EndpointId) -> Option<usize> {
+        self.endpoints.iter().position(|endpoint| endpoint.meters.id == id)
     }
 
     /// The next number of a choice, hit or miss.
@@ -371,6 +381,19 @@ impl View for Service {
         // What is not heard tells nothing.
         kv.is_connected().then(|| kv.blocks() as u64)
     }
+
+    fn conversation(&self, key: Key) -> Option<usize> {
+        self.position(self.pins.conversations.find(key, clock::now())?.endpoint)
+    }
+
+    fn session(&self, key: Key) -> Option<usize> {
+        self.position(self.pins.sessions.find(key, clock::now())?.endpoint)
+    }
+
+    fn known(&self, text: &[u8], least: usize) -> Vec<Vec<usize>> {
+        let positions = |holders: Vec<EndpointId>| holders.into_iter().filter_map(|id| self.position(id)).collect();
+        self.pins.texts.find(text, least).into_iter().map(|step| positions(step.holders)).collect()
+    }
 }
 
 /// A service as seen by somebody who takes no turn: who only looks, and a request that has had its turn.
@@ -392,6 +415,18 @@ impl View for Onlooker<'_> {
 
     fn turn(&self) -> u64 {
         self.0.turns.load(Ordering::Relaxed)
+    }
+
+    fn conversation(&self, key: Key) -> Option<usize> {
+        self.0.conversation(key)
+    }
+
+    fn session(&self, key: Key) -> Option<usize> {
+        self.0.session(key)
+    }
+
+    fn known(&self, text: &[u8], least: usize) -> Vec<Vec<usize>> {
+        self.0.known(text, least)
     }
 }
 

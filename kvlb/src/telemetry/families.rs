@@ -96,6 +96,21 @@ families! {
     /// Blocks of prompts that were named.
     prompt_blocks: counter("kvlb_prompt_blocks_total");
 
+    /// Requests by the tier that chose their endpoint: `1` conversation, `1-trie` text, `1.5` KV overlap, `2` selector.
+    tier_choices: counters("kvlb_tier_choices_total", ["service", "tier"]);
+    /// Conversations and sessions that are remembered.
+    sessions: gauges("kvlb_sessions", ["service", "kind"]);
+    /// Conversations and sessions that were forgotten for want of room.
+    session_evictions: counters("kvlb_session_evictions_total", ["service", "kind"]);
+    /// Requests that did not go where their conversation or session was, by cause.
+    session_repins: counters("kvlb_session_repins_total", ["service", "kind", "reason"]);
+    /// Nodes in the memory of prompts' texts.
+    trie_nodes: gauges("kvlb_trie_nodes", ["service"]);
+    /// Bytes of that memory in use.
+    trie_bytes: gauges("kvlb_trie_bytes", ["service"]);
+    /// Nodes of that memory that went for want of room.
+    trie_evictions: counters("kvlb_trie_evictions_total", ["service"]);
+
     /// Requests sent after others under way that bring the same blocks, by endpoint; none of them is a hit.
     expected_choices: counters("kvlb_expected_choices_total", ["ep_idx"]);
     /// Cached prompt tokens that were predicted, of requests whose engine reports its own number.

@@ -145,7 +145,8 @@ pub(super) async fn explain(
     let live = Arc::clone(&api.live);
     let explained = off_thread(move || {
         let path = path.as_deref().unwrap_or_else(|| usual_path(&body));
-        let request = Request { path, model: model.as_deref(), body: &body };
+        let fields: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        let request = Request { path, model: model.as_deref(), fields: &fields, body: &body };
         live.explain(rule.id, &request)
     })
     .await?;

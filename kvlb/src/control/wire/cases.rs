@@ -11,7 +11,8 @@ use super::fields::{ENDPOINT, SERVICE};
 use crate::contract::HashAlgo;
 use crate::control::Problem;
 use crate::fleet::{
-    BlendRule, EngineType, ExactMode, Keying, ProbeKind, Relief, Role, Rule, RuleId, Score, Selector, TierWeights,
+    BlendRule, EngineType, ExactMode, Keying, Pinning, ProbeKind, Relief, Role, Rule, RuleId, Score, Selector,
+    SessionSource, TierWeights, TrieRule,
 };
 use crate::policy::Blend;
 
@@ -189,6 +190,32 @@ fn every_served_field_has_its_effect() {
 }
 
 #[test]
+fn what_is_remembered_of_clients_is_as_loxilb_says_unless_the_rule_says_otherwise() {
+    let of = |args: Value| rule(&service(args)).unwrap().pinning;
+    let usual = of(json!({"pd_session_ttl_sec": 0, "pd_cache_threshold": 9, "session_header_name": ""}));
+    assert_eq!((&usual, usual.conversation_ttl()), (&Pinning::default(), Duration::from_mins(5)));
+    assert_eq!(usual.session_ttl(), Duration::from_hours(3));
+    let texts = of(json!({"pd_cache_aware_mode": true, "pd_cache_threshold": 0, "pd_balance_abs_threshold": 0}));
+    assert_eq!(texts.trie, Some(TrieRule { threshold: 20, balance: 3 }));
+    let all = of(json!({"pd_cache_aware_mode": true, "pd_cache_threshold": 50, "pd_balance_abs_threshold": 8,
+        "pd_session_ttl_sec": 60, "session_from_user": true, "session_header_name": "query:s"}));
+    let expected = Pinning {
+        ttl: Some(Duration::from_mins(1)),
+        from_user: true,
+        session: Some(SessionSource::Query("s".to_owned())),
+        trie: Some(TrieRule { threshold: 50, balance: 8 }),
+    };
+    assert_eq!((all.conversation_ttl(), all.session_ttl()), (Duration::from_mins(1), Duration::from_mins(1)));
+    assert_eq!(all, expected);
+    all_refused(&[
+        (service(json!({"session_header_name": "cookie:"})), "bad_value", "cookie:NAME"),
+        (service(json!({"session_header_name": "X Y"})), "bad_value", "X Y"),
+        (service(json!({"session_header_name": "X-S", "sel": 4})), "contradiction", "sel 0 and 3"),
+        (service(json!({"pd_cache_threshold": 101})), "out_of_range", "0 to 100"),
+    ]);
+}
+
+#[test]
 fn good_bodies_are_accepted() {
     let roles = |a: u8, b: u8| {
         json!([{"endpointIP": "192.0.2.1", "targetPort": 8000, "ep_role": a},
@@ -214,6 +241,9 @@ fn good_bodies_are_accepted() {
         service(json!({"kvExactMode": null, "kvEngineType": "llamacpp"})),
         service(json!({"pd_disagg_mode": false})),
         service(json!({"pd_cache_aware_mode": true, "pd_session_ttl_sec": 300, "pd_cache_threshold": 20})),
+        service(json!({"session_header_name": "cookie:sid", "session_from_user": true})),
+        service(json!({"session_header_name": "basic-auth", "sel": 3})),
+        service(json!({"session_header_name": "", "sel": 4})),
         service(json!({"chwbl_mean_load_factor": 125, "sse_mode": true, "cb_enable": true, "managed": true})),
         service(json!({"id": "5d1c", "projectId": "p", "annotations": {"a": 1}, "connectionLimit": -1})),
         service(json!({"bgp": false, "block": 0, "snat": false, "security": 0, "proxyprotocolv2": false})),
@@ -446,7 +476,6 @@ fn what_loxilb_has_and_kvlb_has_not_are_refused_by_name() {
         (service(json!({"connectionLimit": 5})), "not_supported_yet", "connectionLimit 5"),
         (service(json!({"mtls_frontend": {"client_cert_mode": "required"}})), "not_supported_yet", "TLS"),
         (service(json!({"fc_mode": "enforce"})), "not_supported_yet", "admission"),
-        (service(json!({"session_header_name": "X-S"})), "not_supported_yet", "sel 3"),
         (pool(json!({}), json!({"secondaryIPs": [{"secondaryIP": "1.1.1.1"}]})), "not_supported", "SCTP"),
         (
             pool(json!({}), json!({"allowedSources": [{"prefix": "10.0.0.0/33"}]})),

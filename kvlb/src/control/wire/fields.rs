@@ -80,7 +80,6 @@ const COUNT: Kind = Whole(0, u32::MAX as i64);
 const TLS: &str = "TLS is not served; put a TLS terminator in front";
 const ADMISSION: &str = "admission control is not served";
 const PREFIX_RING: &str = "sel 8 and 10 hash the first 512 bytes of the prompt, and need no ring";
-const CONVERSATION: &str = "belongs to the conversation tier, which is not served yet";
 const ONE_PROBE: &str = "an endpoint's own probe is set with its \"probe\", or POST /config/endpoint";
 
 /// The members of the body itself.
@@ -192,11 +191,28 @@ pub(crate) const SERVICE: &[Field] = &[
     not_yet("kvModelProfile", Text, "stage the tokenizer by the model's slug"),
     not_yet("kvExactApiMode", Text, "completions and chat are both read"),
     served("pd_disagg_mode", Bool, "prefill/decode; kvExactMode 1 implies it"),
-    stored("pd_cache_aware_mode", Bool, CONVERSATION),
-    stored("pd_session_ttl_sec", DAY_SECONDS, CONVERSATION),
-    stored("pd_cache_threshold", Whole(0, 100), CONVERSATION),
-    stored("pd_balance_abs_threshold", COUNT, CONVERSATION),
-    not_yet("session_from_user", Bool, CONVERSATION),
+    served("pd_cache_aware_mode", Bool, "remember prompts as text, and send what begins alike to one endpoint"),
+    served(
+        "pd_session_ttl_sec",
+        DAY_SECONDS,
+        "seconds from a conversation's last answer until its endpoint is forgotten; 0: 300, and 10800 for what sel keeps",
+    ),
+    served("pd_cache_threshold", Whole(0, 100), "percent of a prompt's bytes that must be remembered; 0: 20"),
+    served(
+        "pd_balance_abs_threshold",
+        COUNT,
+        "remembered prompts have no word while endpoints' loads lie further apart than this; 0: 3",
+    ),
+    served(
+        "session_from_user",
+        Bool,
+        "the body's user tells a conversation where X-Conversation-Id does not; in prefill/decode rules it always does",
+    ),
+    served(
+        "session_header_name",
+        Text,
+        "what sel 3 keeps at its endpoint, and sel 0 then too: a header, cookie:NAME, query:NAME or basic-auth; empty: sel 3 keeps client addresses",
+    ),
     stored("pdBootstrapPort", PORT_OR_NONE, "for SGLang, which is not served yet"),
     served("decisionHeaders", Bool, "answers carry x-kvlb-* headers that explain the choice"),
     served("connectionsMax", COUNT, "client connections at a time to the rule's VIP; 0: no limit but kvlb's own"),
@@ -222,7 +238,6 @@ pub(crate) const SERVICE: &[Field] = &[
     not_yet("noEndpoint", Text, "the answer is 503"),
     not_yet("vipRouted", Bool, "kvlb routes the VIP itself"),
     not_yet("security", Whole(0, i64::MAX), TLS),
-    not_yet("session_header_name", Text, "use sel 3, which keeps a client where it is"),
     neutral(refused("backend_protocol", Text, "endpoints are spoken to in HTTP/1.1"), "\"http1\""),
     refused("privateIP", Text, "a proxy does not translate addresses"),
     refused("bgp", Bool, "kvlb announces no routes"),

@@ -8,6 +8,7 @@ mod endpoint;
 pub(crate) mod fields;
 mod json;
 mod kv;
+mod pinning;
 mod rule;
 
 #[cfg(test)]
@@ -77,6 +78,8 @@ pub(crate) struct ServiceArguments {
     pub(crate) max_stream_duration_sec: Option<u32>,
     pub(crate) pd_disagg_mode: Option<bool>,
     #[serde(flatten)]
+    pub(crate) pinning: PinningArguments,
+    #[serde(flatten)]
     pub(crate) kv: KvArguments,
     #[serde(rename = "decisionHeaders")]
     pub(crate) decision_headers: Option<bool>,
@@ -141,6 +144,18 @@ pub(crate) struct KvArguments {
     pub(crate) tier_weights: Option<serde_json::Map<String, serde_json::Value>>,
     #[serde(rename = "kvObserve")]
     pub(crate) observe: Option<bool>,
+}
+
+/// What is remembered of clients.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct PinningArguments {
+    pub(crate) pd_cache_aware_mode: Option<bool>,
+    pub(crate) pd_session_ttl_sec: Option<u32>,
+    pub(crate) pd_cache_threshold: Option<u8>,
+    pub(crate) pd_balance_abs_threshold: Option<u32>,
+    pub(crate) session_from_user: Option<bool>,
+    pub(crate) session_header_name: Option<String>,
 }
 
 /// How endpoints are probed: of a rule, or of one endpoint.

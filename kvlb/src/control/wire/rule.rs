@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use super::fields::shown;
-use super::{Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, endpoint, kv};
+use super::{Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, endpoint, kv, pinning};
 use crate::control::Problem;
 use crate::fleet::{BreakerRule, ExactMode, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector};
 
@@ -28,15 +28,17 @@ impl TryFrom<(RuleId, &Body)> for Rule {
         let kv = kv::kv(body)?;
         let endpoints = endpoints(body)?;
         kv::check_roles(kv.mode, args.pd_disagg_mode, &endpoints)?;
+        let selector = selector(args)?;
         Ok(Self {
             id,
             key,
             name: text("name", args.name.as_ref())?,
-            selector: selector(args)?,
+            selector,
             mode,
             endpoints,
             monitor: endpoint::monitor(&args.probe, "")?,
             kv,
+            pinning: pinning::pinning(&args.pinning, selector)?,
             allowed_sources: sources(&body.sources)?,
             decision_headers: args.decision_headers.unwrap_or(false),
             max_inspect_bytes: args.max_inspect_bytes.unwrap_or(MAX_INSPECT_BYTES) as usize,

@@ -39,6 +39,8 @@ struct Line<'a> {
     retries: u32,
     #[serde(skip_serializing_if = "str::is_empty")]
     tier: &'static str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    repin: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     depth: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -127,6 +129,7 @@ fn line(record: &Record) -> Line<'_> {
         reused: record.endpoint.map(|_| record.reused),
         retries: record.retries,
         tier: chosen.map_or("", |facts| facts.tier),
+        repin: chosen.map_or("", |facts| facts.repin),
         depth: chosen.map(|facts| facts.depth),
         blocks: chosen.map(|facts| facts.blocks),
         reason: facts.map_or("", |facts| facts.reason),
@@ -188,6 +191,7 @@ mod tests {
                 rule: 3,
                 model: Some("m".into()),
                 tier: "1.5",
+                repin: "overload",
                 depth: 2,
                 blocks: 4,
                 reason: "shallow",

@@ -95,6 +95,8 @@ pub struct Facts {
     pub model: Option<Box<str>>,
     /// The step that chose the endpoint; empty where none was chosen.
     pub tier: &'static str,
+    /// Why it did not go where its conversation or session was, or empty.
+    pub repin: &'static str,
     /// Blocks of the prompts that the endpoint held.
     pub depth: u32,
     /// Full blocks of the prompts that were named.

@@ -1,6 +1,6 @@
 //! What the API shows of the state.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -12,7 +12,7 @@ use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{
-    CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView,
+    CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView, TelemetryView,
 };
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
@@ -97,6 +97,7 @@ impl Live for LiveState {
                 notes: learn::contradictions(&self.ours(&service, endpoint), endpoint),
                 ..kv_view(kv)
             }),
+            telemetry: telemetry(&endpoint.meters.vitals),
         })
     }
 
@@ -231,6 +232,38 @@ fn prompts(seen: &desk::Seen, decision: &Decision) -> Vec<PromptView> {
 /// The word for how an endpoint's blocks are named.
 fn keying(kv: &EndpointKv) -> &'static str {
     if kv.is_rehashed() { "rehash" } else { "parity" }
+}
+
+/// What is known of an engine's work; nothing where nobody has asked.
+fn telemetry(vitals: &state::Vitals) -> Option<TelemetryView> {
+    let (now, last) = (clock::now(), vitals.last());
+    let failures: BTreeMap<_, _> =
+        vitals.failures().filter(|(_, count)| *count > 0).map(|(why, count)| (why.label().to_owned(), count)).collect();
+    let Some(last) = last else {
+        return (!failures.is_empty()).then(|| TelemetryView { failures, ..TelemetryView::default() });
+    };
+    let (age, said) = (now.saturating_duration_since(last.0), &last.1);
+    let view = TelemetryView {
+        engine: said.dialect.label().to_owned(),
+        age_ms: Some(u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+        missing: said.missing().map(str::to_owned).collect(),
+        failures,
+        ..TelemetryView::default()
+    };
+    if vitals.fresh(now).is_none() {
+        return Some(TelemetryView { stale: true, ..view });
+    }
+    Some(TelemetryView {
+        waiting: said.waiting,
+        running: said.running,
+        kv_usage: said.kv_usage,
+        blocks: said.blocks,
+        prompt_tokens: said.prompt_tokens,
+        generated_tokens: said.generated_tokens,
+        first_tokens: said.first_token.map(|first| first.count),
+        first_token_seconds: said.first_token.map(|first| first.seconds),
+        ..view
+    })
 }
 
 fn kv_view(kv: &EndpointKv) -> KvView {

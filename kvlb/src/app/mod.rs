@@ -8,6 +8,7 @@ mod learn;
 mod listen;
 mod live;
 mod meter;
+mod scrape;
 mod steer;
 mod takeover;
 mod watch;
@@ -298,6 +299,9 @@ impl Parts {
             tasks.spawn(zero.follow(Arc::clone(state), self.asker.clone()));
         }
         tasks.spawn(learn::keep_learning(Arc::clone(state), self.asker.clone()));
+        if let Some(every) = config.scrape_interval {
+            tasks.spawn(scrape::keep_scraping(Arc::clone(state), self.asker.clone(), every));
+        }
         if let Some(kernel) = &self.kernel
             && let Some(log) = kernel.lock().take_log()
         {

@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     fn candidate(endpoint: usize, overlap: u32, load: u32) -> Candidate {
-        Candidate { endpoint, eligible: true, overlap, load, capacity: 1, last_chosen: 0 }
+        Candidate { endpoint, eligible: true, overlap, load, capacity: 1, ..Candidate::default() }
     }
 
     #[test]
@@ -256,6 +256,7 @@ mod tests {
         ) {
             let candidates: Vec<_> = rows.iter().enumerate().map(|(endpoint, row)| Candidate {
                 endpoint, eligible: row.0, overlap: row.1, load: row.2, capacity: row.3, last_chosen: row.4,
+                queued: None,
             }).collect();
             let blend = if off { Blend::Off } else { Blend::Hard };
             let settings = Settings { blend, spill_relief: relief, min_overlap, ..Settings::default() };

@@ -8,6 +8,7 @@ use arc_swap::{ArcSwap, ArcSwapOption};
 use serde_json::Value;
 
 use super::breaker::Breaker;
+use super::vitals::Vitals;
 use crate::clock;
 use crate::fleet::{Admin, Condition, EngineFacts, Probe};
 
@@ -44,6 +45,8 @@ pub struct Meters {
     facts: ArcSwapOption<EngineFacts>,
     /// What the proxy has seen of it of late.
     pub breaker: Breaker,
+    /// What the engine says of its work.
+    pub vitals: Vitals,
 }
 
 impl Meters {
@@ -60,6 +63,7 @@ impl Meters {
             models: ArcSwap::default(),
             facts: ArcSwapOption::empty(),
             breaker: Breaker::new(clock::now()),
+            vitals: Vitals::default(),
         }
     }
 

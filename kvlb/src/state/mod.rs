@@ -15,6 +15,7 @@ mod scrape;
 mod table;
 mod texts;
 mod tokenizers;
+mod vitals;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -32,6 +33,7 @@ pub use scrape::page;
 pub use table::{Endpoint, Onlooker, STATUS_CLASSES, Service, Table, Unserved, Visit};
 pub use texts::{Texts, TextsUse};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
+pub use vitals::{STALE_AFTER, ScrapeFailure, Vitals};
 
 use crate::clock;
 use crate::contract::{NoneSeed, Rehash};

@@ -312,6 +312,7 @@ impl View for Service {
             load: endpoint.meters.load(),
             capacity: sizes.as_ref().map_or(1, |sizes| sizes[position]).saturating_mul(weight(endpoint)),
             last_chosen: endpoint.meters.last_chosen(),
+            queued: endpoint.meters.vitals.queued(),
         };
         self.endpoints.iter().enumerate().map(candidate).collect()
     }

@@ -50,6 +50,9 @@ fn add_live(row: &mut Value, rule: &Rule, position: usize, live: &dyn Live) {
     if let Some(kv) = view.kv {
         row.insert("kvStatus".to_owned(), json!(kv));
     }
+    if let Some(telemetry) = view.telemetry {
+        row.insert("telemetry".to_owned(), json!(telemetry));
+    }
 }
 
 /// `kvStatus` of every endpoint of a rule; null where the rule does not subscribe it.
@@ -98,7 +101,11 @@ pub(super) fn hosts(entries: &[Arc<Entry>], live: &dyn Live) -> Vec<Value> {
     for rule in entries.iter().filter_map(|entry| entry.rule.as_ref().ok()) {
         for (position, endpoint) in rule.endpoints.iter().enumerate() {
             let view = live.endpoint(rule.id, position).unwrap_or_default();
-            shown.push(host(rule, position, endpoint, view.state));
+            let mut host = host(rule, position, endpoint, view.state);
+            if let Some(telemetry) = view.telemetry {
+                host["telemetry"] = json!(telemetry);
+            }
+            shown.push(host);
         }
     }
     shown

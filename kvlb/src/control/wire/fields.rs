@@ -251,6 +251,7 @@ pub(crate) const ENDPOINT: &[Field] = &[
     ),
     field("counter", Any, Part::ReadOnly, "requests:bytes"),
     field("kvStatus", Any, Part::ReadOnly, "the state of its block inventory and contract"),
+    field("telemetry", Any, Part::ReadOnly, "what its engine says of its work"),
 ];
 
 /// The members of an endpoint's `probe`; they mean what they mean in the rule.

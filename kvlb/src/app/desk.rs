@@ -1,9 +1,12 @@
 //! What the proxy asks of the rest of kvlb: which rule, which endpoint, and what to count.
 
+mod gate;
+
 use std::borrow::Cow;
 use std::hash::Hash as _;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::Xxh3;
@@ -14,14 +17,17 @@ use crate::contract::{Extra, TokenId};
 use crate::fleet::{EndpointKey, ExactMode, Limits, Rule, Selector};
 use crate::openai::{self, Glimpse, Kind, Prompt};
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Survey, Target,
-    Terms, Unseen, Usage,
+    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Standing, Survey,
+    Target, Terms, Unseen, Usage,
 };
 use crate::router::{self, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
-use crate::state::{Expectation, InFlight, Onlooker, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger};
+use crate::state::{
+    Expectation, InFlight, Onlooker, Permit, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger,
+};
 use crate::telemetry::access::{Facts, bounded};
 use crate::tokenize::{self, Tokenizer};
+use gate::Gate;
 
 /// Bodies from this size on are decided on the worker pool: from JSON to names, 128 KiB that nobody has seen before take
 /// half a millisecond.
@@ -124,6 +130,7 @@ impl Desk {
             predicted: None,
             ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
+            gate: None,
             began: clock::now(),
             handles: Arc::clone(&self.handles),
         }
@@ -397,6 +404,8 @@ pub(super) struct Errand {
     ranked: bool,
     /// Whether the request is one that the KV tier is for.
     counts: bool,
+    /// What the gate knows of it, where its rule has admission.
+    gate: Option<Box<Gate>>,
     began: Instant,
     handles: Arc<Handles>,
 }
@@ -415,28 +424,25 @@ impl Call for Errand {
     }
 
     fn choose(&mut self, tried: &[usize]) -> Option<Target<InFlight>> {
-        let start = clock::now();
-        if tried.is_empty() {
-            self.service.retries.request(start);
-            if self.service.breakers_are_ignored() {
-                let rule = self.service.rule().id.to_string();
-                self.state.metrics.breaker_panic.with_label_values(&[rule.as_str()]).inc();
-            }
-        }
-        // Another try takes no turn of its own: else a dead endpoint would get the turn after each failure again.
-        let onlooker = Onlooker(&self.service);
-        let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
-        let decision = router::route(&self.service.ready, &self.named, view, Some(self.client), tried);
-        self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
         // What the last try was to bring will not come.
         self.expectations.clear();
-        let (decision, is_trial) = self.admitted(decision, tried);
-        let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial));
-        if let Some(position) = decision.endpoint {
-            self.expect(position, decision.depth);
+        if self.service.rule().admission.is_some() {
+            return self.choose_at_gate(tried);
         }
-        self.earlier.extend(self.decision.replace(decision));
-        target
+        let (decision, is_trial) = self.decide(tried, tried.is_empty());
+        self.go(decision, is_trial, None)
+    }
+
+    fn standing(&mut self, tried: &[usize]) -> Standing {
+        self.stand(tried)
+    }
+
+    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.poll_gate(cx)
+    }
+
+    fn overdue(&mut self) -> Reply {
+        self.give_up()
     }
 
     fn may_retry(&mut self) -> bool {
@@ -530,6 +536,34 @@ impl Call for Errand {
 }
 
 impl Errand {
+    /// What the ladder says now, and whether the choice has a place for a trial. The `first` choice of a request takes a turn;
+    /// another one does not: else a dead endpoint would get the turn after each failure again.
+    fn decide(&self, tried: &[usize], first: bool) -> (Decision, bool) {
+        let start = clock::now();
+        if first {
+            self.service.retries.request(start);
+            if self.service.breakers_are_ignored() {
+                let rule = self.service.rule().id.to_string();
+                self.state.metrics.breaker_panic.with_label_values(&[rule.as_str()]).inc();
+            }
+        }
+        let onlooker = Onlooker(&self.service);
+        let view: &dyn View = if first { &*self.service } else { &onlooker };
+        let decision = router::route(&self.service.ready, &self.named, view, Some(self.client), tried);
+        self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
+        self.admitted(decision, tried)
+    }
+
+    /// Goes by a decision.
+    fn go(&mut self, decision: Decision, is_trial: bool, permit: Option<Permit>) -> Option<Target<InFlight>> {
+        let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial, permit));
+        if let Some(position) = decision.endpoint {
+            self.expect(position, decision.depth);
+        }
+        self.earlier.extend(self.decision.replace(decision));
+        target
+    }
+
     /// Leaves word that the prompts' blocks will be at an endpoint, unless they are there already.
     fn expect(&mut self, position: usize, depth: u32) {
         let (Ok(named), Some(endpoint)) = (&self.named, self.service.endpoints.get(position)) else { return };
@@ -627,12 +661,26 @@ impl Errand {
         Some(hash.digest())
     }
 
-    fn target(&self, position: usize, decision: &Decision, is_trial: bool) -> Option<Target<InFlight>> {
+    fn target(
+        &self,
+        position: usize,
+        decision: &Decision,
+        is_trial: bool,
+        permit: Option<Permit>,
+    ) -> Option<Target<InFlight>> {
         let endpoint = self.service.endpoints.get(position)?;
         let guard = endpoint.meters.enter(self.shape.weight, self.service.next_choice());
         let guard = if is_trial { guard.as_trial() } else { guard };
-        let fields =
-            if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
+        let gated = permit.is_some();
+        let guard = match permit {
+            Some(permit) => guard.with_permit(permit),
+            None => guard,
+        };
+        let mut fields = Vec::new();
+        if self.service.rule().decision_headers {
+            fields = explain(&endpoint.spec.key, decision);
+            fields.extend(gated.then(|| gate::fields(&self.service)).unwrap_or_default().into_bytes());
+        }
         let addresses = Addresses(endpoint.addresses());
         let rank = decision.rank.filter(|_| decision.tier == Tier::Overlap && !self.ranked);
         let request_fields = rank.map(|rank| format!("{RANK_FIELD}: {rank}\r\n").into_bytes()).unwrap_or_default();
@@ -748,6 +796,7 @@ impl Errand {
 
 impl Drop for Errand {
     fn drop(&mut self) {
+        self.leave_gate();
         self.settle();
     }
 }

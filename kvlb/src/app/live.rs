@@ -12,7 +12,8 @@ use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{
-    CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView, TelemetryView,
+    AdmissionView, CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView,
+    TelemetryView,
 };
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
@@ -145,6 +146,21 @@ impl Live for LiveState {
             would_choose: decision.observed.map(|observed| observed.endpoint),
             prompts: prompts(&seen, &decision),
             candidates: service.candidates().into_iter().zip(&held).map(candidate).collect(),
+        })
+    }
+
+    fn admission(&self, rule: RuleId) -> Option<AdmissionView> {
+        let service = self.service(rule)?;
+        let rule = service.rule().admission?;
+        Some(AdmissionView {
+            mode: rule.mode.label().to_owned(),
+            max_outstanding: rule.outstanding.unwrap_or(0),
+            ep_max_inflight: rule.normal.unwrap_or(0),
+            prefill_max_inflight: rule.prefill.unwrap_or(0),
+            queue_depth: rule.queue_depth,
+            queue_wait_ms: u64::try_from(rule.queue_wait.as_millis()).unwrap_or(u64::MAX),
+            inflight: service.line.held(),
+            queued: service.line.queued(),
         })
     }
 

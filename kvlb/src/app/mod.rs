@@ -250,6 +250,10 @@ impl Parts {
         offering.shutdown().await;
         datapath.shutdown().await;
         self.state.datapath_serves(None);
+        if handed.is_none() {
+            // Who waits for an endpoint has nothing under way there: another kvlb may have room at once.
+            self.state.admission.drain();
+        }
         let Self { proxy, kernel, config, .. } = self;
         let Some(line) = handed else {
             if let Some(giver) = giver {

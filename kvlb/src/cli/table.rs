@@ -74,9 +74,9 @@ fn rules_short(rules: &[&Value]) -> Grid {
 }
 
 /// Columns of a rule in `WIDE`, before those of its endpoints.
-const RULE_CELLS: usize = 11;
+const RULE_CELLS: usize = 12;
 
-const WIDE: [Column; 20] = [
+const WIDE: [Column; 21] = [
     keep("Id"),
     keep("Ext IP"),
     spare("Sources", 8),
@@ -88,6 +88,7 @@ const WIDE: [Column; 20] = [
     spare("Mark", 12),
     spare("Sel", 9),
     spare("Mode", 10),
+    spare("Admission", 13),
     keep("Idx"),
     keep("Endpoint"),
     keep("EPort"),
@@ -117,6 +118,7 @@ fn rules_wide(rules: &[&Value]) -> Grid {
             "0".to_owned(),
             word(&SELECTORS, &service["sel"]),
             word(&MODES, &service["mode"]),
+            admission(&service["fc_effective"]),
         ];
         for endpoint in list(rule, "endpoints") {
             cells.extend(endpoint_cells(endpoint));
@@ -128,6 +130,21 @@ fn rules_wide(rules: &[&Value]) -> Grid {
         }
     }
     grid
+}
+
+/// A rule's requests at endpoints and in its queue, each with its bound where it has one.
+fn admission(effective: &Value) -> String {
+    if effective.is_null() {
+        return String::new();
+    }
+    let of = |name: &str, bound: &str| match effective[bound].as_u64().filter(|bound| *bound > 0) {
+        Some(bound) => format!("{} of {bound}", cell(&effective[name])),
+        None => cell(&effective[name]),
+    };
+    let (inflight, queued) = (of("inflight", "max_outstanding"), of("queued", "queue_depth"));
+    let each = effective["ep_max_inflight"].as_u64().filter(|each| *each > 0);
+    let each = each.map_or_else(String::new, |each| format!(", {each} each"));
+    format!("{}: {inflight}{each}, queue {queued}", cell(&effective["mode"]))
 }
 
 fn endpoint_cells(endpoint: &Value) -> [String; 9] {
@@ -509,7 +526,8 @@ mod tests {
         };
         json!({"lbAttr": [
             {"id": 1, "serviceArguments": {"externalIP": "10.10.10.254", "port": 8080, "protocol": "tcp", "sel": 3,
-                "mode": 4, "kvExactMode": 1, "name": "chat"},
+                "mode": 4, "kvExactMode": 1, "name": "chat", "fc_effective": {"mode": "enforce", "max_outstanding": 16,
+                "ep_max_inflight": 8, "queue_depth": 32, "inflight": 16, "queued": 3}},
              "endpoints": [
                 {"endpointIP": "192.0.2.1", "targetPort": 8000, "weight": 1, "ep_role": 1, "ep_idx": 0,
                  "state": "active", "counter": "12:3456", "kvStatus": kv("mismatch", json!("block_size"), 42)},

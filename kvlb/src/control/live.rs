@@ -25,6 +25,11 @@ pub trait Live: Send + Sync {
         None
     }
 
+    /// A rule's admission; `None` where it has none.
+    fn admission(&self, _rule: RuleId) -> Option<AdmissionView> {
+        None
+    }
+
     /// What an operator should know of a rule that traffic has shown, in words.
     fn notes(&self, rule: RuleId) -> Vec<String>;
 
@@ -130,6 +135,27 @@ pub struct KvView {
     /// What its engine says of itself and the rule contradicts; absent where nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+}
+
+/// A rule's `fc_effective`, in LoxiLB's words. 0: no bound.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct AdmissionView {
+    /// `observe` or `enforce`.
+    pub mode: String,
+    /// Requests at all endpoints together.
+    pub max_outstanding: u32,
+    /// At one without a role.
+    pub ep_max_inflight: u32,
+    /// At a prefill endpoint.
+    pub prefill_max_inflight: u32,
+    /// Requests that may wait.
+    pub queue_depth: u32,
+    /// Milliseconds that they may.
+    pub queue_wait_ms: u64,
+    /// Requests at endpoints now.
+    pub inflight: u32,
+    /// Requests that wait now.
+    pub queued: u32,
 }
 
 /// What one endpoint's cache spared, in tokens of the requests whose engine reports it.

@@ -49,6 +49,7 @@ pub(crate) fn rule() -> Rule {
         client_half_close: false,
         limits: Limits::default(),
         breaker: Some(BreakerRule::default()),
+        admission: None,
         admin_down: false,
     }
 }

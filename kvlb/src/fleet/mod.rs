@@ -16,6 +16,7 @@ pub use condition::{Admin, Breaker, Condition, Probe};
 pub use facts::{CacheConfig, EngineFacts, EventSource, Fact, Missing, Model, Version};
 pub use readings::{Dialect, FirstTokens, Reading, Readings};
 pub use rule::{
-    BadStatusCodes, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying, KvRule, Limits, Mode, Monitor,
-    PortRange, ProbeKind, Role, Rule, RuleId, RuleKey, Score, Selector, StatusCodes, TierWeights,
+    AdmissionMode, AdmissionRule, BadStatusCodes, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode, Keying,
+    KvRule, Limits, Mode, Monitor, PortRange, ProbeKind, Role, Rule, RuleId, RuleKey, Score, Selector, StatusCodes,
+    TierWeights,
 };

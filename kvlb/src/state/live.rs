@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use serde_json::Value;
 
+use super::admission::Permit;
 use super::breaker::Breaker;
 use super::vitals::Vitals;
 use crate::clock;
@@ -92,7 +93,7 @@ impl Meters {
         self.load.fetch_add(weight, Ordering::Relaxed);
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.last_chosen.store(turn, Ordering::Relaxed);
-        InFlight { meters: Arc::clone(self), weight, trial: false }
+        InFlight { meters: Arc::clone(self), weight, trial: false, permit: None }
     }
 
     /// When it was last chosen, as the rule's turn number.
@@ -159,6 +160,7 @@ pub struct InFlight {
     meters: Arc<Meters>,
     weight: u32,
     trial: bool,
+    permit: Option<Permit>,
 }
 
 impl InFlight {
@@ -166,6 +168,13 @@ impl InFlight {
     #[must_use]
     pub fn as_trial(mut self) -> Self {
         self.trial = true;
+        self
+    }
+
+    /// The request has one of the places that its rule's admission gives, until it ends.
+    #[must_use]
+    pub fn with_permit(mut self, permit: Permit) -> Self {
+        self.permit = Some(permit);
         self
     }
 }

@@ -43,6 +43,9 @@ fn set(state: &State) {
     forget_requests(metrics, &table);
     for service in table.services() {
         metrics.breaker_panic.with_label_values(&[service.rule().id.to_string().as_str()]);
+        if service.rule().admission.is_some() {
+            show_admission(metrics, service);
+        }
         for (position, endpoint) in service.endpoints.iter().enumerate() {
             show(metrics, service, position, endpoint);
         }
@@ -57,6 +60,7 @@ fn forget(metrics: &Metrics) {
         family.reset();
     }
     forget_engines(metrics);
+    forget_admission(metrics);
     metrics.contract.reset();
     metrics.keying.reset();
     metrics.orphans.reset();
@@ -87,6 +91,15 @@ fn forget_engines(metrics: &Metrics) {
     ] {
         family.reset();
     }
+}
+
+fn forget_admission(metrics: &Metrics) {
+    for family in [&metrics.admission_inflight, &metrics.admission_queued, &metrics.admission_endpoint_inflight] {
+        family.reset();
+    }
+    metrics.admission_decisions.reset();
+    metrics.admission_waits.reset();
+    metrics.admission_wait_seconds.reset();
 }
 
 /// Requests are counted as they end, which may be after their rule went: its series go here.
@@ -122,6 +135,23 @@ fn show(metrics: &Metrics, service: &Service, position: usize, endpoint: &Endpoi
     if let Some(kv) = &endpoint.kv {
         metrics.hits.with_label_values(&[ep_idx.as_str()]);
         show_kv(metrics, labels, &endpoint.spec.key.to_string(), kv);
+    }
+}
+
+fn show_admission(metrics: &Metrics, service: &Service) {
+    let (rule, line) = (service.rule().id.to_string(), &service.line);
+    for (verdict, count) in line.verdicts() {
+        metrics.admission_decisions.with_label_values(&[rule.as_str(), verdict.label()]).inc_by(count);
+    }
+    let of_rule = [rule.as_str()];
+    metrics.admission_inflight.with_label_values(&of_rule).set(line.held().into());
+    metrics.admission_queued.with_label_values(&of_rule).set(line.queued().into());
+    let (waits, time) = line.waits();
+    metrics.admission_waits.with_label_values(&of_rule).inc_by(waits);
+    metrics.admission_wait_seconds.with_label_values(&of_rule).inc_by(time.as_secs_f64());
+    for (position, endpoint) in service.endpoints.iter().enumerate() {
+        let labels = [rule.as_str(), &position.to_string()];
+        metrics.admission_endpoint_inflight.with_label_values(&labels).set(endpoint.place.held().into());
     }
 }
 

@@ -169,6 +169,20 @@ families! {
     /// What happened on an endpoint's event stream.
     event_stream: counters("kvlb_event_stream_total", ["service", "ep_idx", "what"]);
 
+    // Admission, of rules that have it.
+    /// What became of requests at the gate, by rule: admitted, made to wait, refused, given up.
+    admission_decisions: counters("kvlb_admission_decisions_total", ["service", "reason"]);
+    /// Requests of a rule that are at endpoints.
+    admission_inflight: gauges("kvlb_admission_inflight", ["service"]);
+    /// Requests of a rule that wait for a place.
+    admission_queued: gauges("kvlb_admission_queued", ["service"]);
+    /// Requests at an endpoint, of all rules with admission.
+    admission_endpoint_inflight: gauges("kvlb_admission_endpoint_inflight", ["service", "ep_idx"]);
+    /// Waits that ended at an endpoint.
+    admission_waits: counters("kvlb_admission_waits_total", ["service"]);
+    /// Seconds that they took, in all.
+    admission_wait_seconds: seconds("kvlb_admission_wait_seconds_total", ["service"]);
+
     // What engines say of their work; a series is absent while it is not known.
     /// Requests in an engine's own queue.
     engine_waiting: gauges("kvlb_engine_requests_waiting", ["service", "ep_idx"]);

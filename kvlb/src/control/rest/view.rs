@@ -25,6 +25,9 @@ fn rule(entry: &Entry, live: &dyn Live) -> Value {
                     add_live(row, rule, position, live);
                 }
             }
+            if let (Some(admission), Some(service)) = (live.admission(rule.id), shown.get_mut("serviceArguments")) {
+                service["fc_effective"] = json!(admission);
+            }
             let mut notes: Vec<String> = wire::notes(rule).into_iter().map(Into::into).collect();
             if entry.volatile {
                 notes.push("made of --listen and --endpoint: not kept over restarts, unless it is posted".to_owned());

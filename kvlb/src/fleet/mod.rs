@@ -1,9 +1,8 @@
 //! The rule and its endpoints as values: what the operator wrote, checked once and valid from there on.
 //!
 //! Owns the words of a rule ([`Rule`], [`RuleKey`], [`Endpoint`], [`Role`], [`KvRule`]), what makes an endpoint eligible
-//! ([`Condition`]), what an engine says of itself ([`EngineFacts`]) and of its
-//! work ([`Readings`]). Holds no counters, locks or sockets: what
-//! changes while traffic flows lives in `state`.
+//! ([`Condition`]), what an engine says of itself ([`EngineFacts`]) and of its work ([`Readings`]). Holds no counters, locks
+//! or sockets: what changes while traffic flows lives in `state`.
 
 mod condition;
 mod facts;

@@ -78,7 +78,10 @@ impl Errand {
         if gate.drained {
             return None;
         }
-        let called = gate.called.take();
+        // What it was called for may have gone, or be down, since then; the unit goes on to another then.
+        let called = gate.called.take().filter(|called| {
+            self.service.askable(tried).any(|position| called.is_for(&self.service.endpoints[position].place))
+        });
         let mine = |position: usize| {
             called.as_ref().is_some_and(|called| called.is_for(&self.service.endpoints[position].place))
         };
@@ -121,7 +124,7 @@ impl Errand {
             }
             return self.go(decision, is_trial, permit);
         }
-        // Who was called and still finds nobody has nobody to wait for.
+        // Who was called to one that may be asked, and still finds nobody, would find nobody again.
         gate.full = called.is_none() && self.service.askable(tried).next().is_some();
         match nobody {
             Some(decision) if !gate.full => self.go(decision, false, None),
@@ -185,6 +188,10 @@ impl Errand {
             }
         }
         self.follow_rule();
+        let enforced = self.service.rule().admission.is_some_and(|rule| rule.mode == AdmissionMode::Enforce);
+        if let Some(gate) = self.gate.as_mut().filter(|_| !enforced) {
+            gate.called = None;
+        }
         Poll::Ready(())
     }
 

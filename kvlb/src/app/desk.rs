@@ -679,7 +679,9 @@ impl Errand {
         let mut fields = Vec::new();
         if self.service.rule().decision_headers {
             fields = explain(&endpoint.spec.key, decision);
-            fields.extend(gated.then(|| gate::fields(&self.service)).unwrap_or_default().into_bytes());
+            if gated {
+                fields.extend_from_slice(gate::fields(&self.service).as_bytes());
+            }
         }
         let addresses = Addresses(endpoint.addresses());
         let rank = decision.rank.filter(|_| decision.tier == Tier::Overlap && !self.ranked);

@@ -165,7 +165,7 @@ mod tests {
         let heard = tell(&looking, Ok(said(3)));
         before(heard, &looking, sleep(Duration::from_millis(30))).await;
         assert_eq!(looking.for_whom[0].vitals.queued(), Some(3));
-        let long_ago = heard.and_then(|heard| heard.checked_sub(STALE_AFTER - Duration::from_millis(5)));
+        let long_ago = heard.and_then(|heard| heard.checked_sub(STALE_AFTER));
         before(long_ago, &looking, sleep(Duration::from_millis(30))).await;
         assert_eq!(looking.for_whom[0].vitals.queued(), None);
     }

@@ -342,15 +342,12 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         let mut began = self.client.lane().now();
         let (mut failed, mut ours) = (0, false);
         loop {
-            let next = match next.take().or_else(|| self.choose(tried)) {
-                Some(target) => Some(target),
+            let mut next = next.take().or_else(|| self.choose(tried));
+            if next.is_none() {
                 // Boxed: hardly any request waits, and those that do have time.
-                None => {
-                    let next = Box::pin(self.stand_in_line(tried)).await?;
-                    began = self.client.lane().now();
-                    next
-                }
-            };
+                next = Box::pin(self.stand_in_line(tried)).await?;
+                began = self.client.lane().now();
+            }
             let Some(target) = next else { return Err(nobody(failed, ours).into()) };
             if failed > 0 {
                 self.client.retried(Retry::Connect);

@@ -24,10 +24,8 @@ const AFTER_DRAIN: Duration = Duration::from_secs(5);
 /// Where one request stands at the gate.
 #[derive(Debug, Default)]
 pub(super) struct Gate {
-    /// It has been counted.
-    known: bool,
-    /// It has been counted as admitted.
-    admitted: bool,
+    /// That it went on has been counted.
+    counted: bool,
     /// Nobody had room when it last chose.
     full: bool,
     /// It is not to wait: kvlb ends, or its rule is gone.
@@ -46,25 +44,24 @@ impl Errand {
     pub(super) fn choose_at_gate(&mut self, tried: &[usize]) -> Option<Target<InFlight>> {
         let rule = self.service.rule().admission?;
         let mut gate = self.gate.take().unwrap_or_default();
-        let first = !std::mem::replace(&mut gate.known, true);
         let chosen = match rule.mode {
             // What asks no model to work takes no place of those that do.
             _ if !self.counts => {
-                if first {
+                if !std::mem::replace(&mut gate.counted, true) {
                     self.service.line.count(Verdict::BypassNonInference);
                 }
                 let (decision, is_trial) = self.decide(tried, tried.is_empty());
                 self.go(decision, is_trial, None)
             }
-            AdmissionMode::Observe => self.observe(&rule, tried, first),
+            AdmissionMode::Observe => self.observe(&rule, tried, &mut gate),
             AdmissionMode::Enforce => self.find_room(&rule, tried, &mut gate),
         };
         self.gate = Some(gate);
         chosen
     }
 
-    fn observe(&mut self, rule: &AdmissionRule, tried: &[usize], first: bool) -> Option<Target<InFlight>> {
-        if first {
+    fn observe(&mut self, rule: &AdmissionRule, tried: &[usize], gate: &mut Gate) -> Option<Target<InFlight>> {
+        if !std::mem::replace(&mut gate.counted, true) {
             let would = if rule.queue_depth > 0 { Verdict::ObserveWouldQueue } else { Verdict::ObserveWouldShed };
             let is_full = self.service.is_full(rule, tried);
             self.service.line.count(if is_full { would } else { Verdict::Admitted });
@@ -104,19 +101,18 @@ impl Errand {
             let permit = if mine(position) {
                 None
             } else {
-                match self.state.admission.take(&self.service, position, called.is_some()) {
-                    Some(permit) => Some(permit),
-                    None => {
-                        if is_trial {
-                            self.service.endpoints[position].meters.breaker.dismiss();
-                        }
-                        continue;
-                    }
-                }
+                self.state.admission.take(&self.service, position, called.is_some())
             };
+            if permit.is_none() && !mine(position) {
+                // Somebody was quicker.
+                if is_trial {
+                    self.service.endpoints[position].meters.breaker.dismiss();
+                }
+                continue;
+            }
             // One unit is enough: that of another place goes to the next in line.
             let permit = permit.or(called);
-            if !std::mem::replace(&mut gate.admitted, true) {
+            if !std::mem::replace(&mut gate.counted, true) {
                 self.service.line.count(Verdict::Admitted);
             }
             if let Some(since) = gate.since.take() {
@@ -143,7 +139,7 @@ impl Errand {
     fn stand_at(&self, gate: &mut Gate, tried: &[usize]) -> Standing {
         let (line, now) = (&self.service.line, clock::now());
         if gate.drained {
-            return Standing::Refused(self.drained());
+            return Standing::Refused(Self::drained());
         }
         let Some(rule) = self.service.rule().admission.filter(|_| std::mem::take(&mut gate.full)) else {
             return Standing::Nobody;
@@ -169,7 +165,7 @@ impl Errand {
             }
             Err(NoWait::Draining) => {
                 line.count(Verdict::Drained);
-                Standing::Refused(self.drained())
+                Standing::Refused(Self::drained())
             }
         }
     }
@@ -233,7 +229,7 @@ impl Errand {
         self.with_fields(Reply::error(429, "admission_capacity", message), after)
     }
 
-    fn drained(&self) -> Reply {
+    fn drained() -> Reply {
         let message = "the request waited for an endpoint when its rule went, or kvlb ended";
         Reply::error(503, "admission_drained", message).with_field("retry-after", AFTER_DRAIN.as_secs())
     }
@@ -251,7 +247,11 @@ impl Errand {
 
 /// The fields that tell a client how full a rule is: LoxiLB's names.
 pub(super) fn fields(service: &Service) -> String {
-    numbers(service).into_iter().map(|(name, number)| format!("{name}: {number}\r\n")).collect()
+    let mut fields = String::new();
+    for (name, number) in numbers(service) {
+        fields.extend([name, ": ", &number.to_string(), "\r\n"]);
+    }
+    fields
 }
 
 fn numbers(service: &Service) -> [(&'static str, u32); 3] {

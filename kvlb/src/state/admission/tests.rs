@@ -269,7 +269,9 @@ fn from_many_threads_no_bound_is_passed_and_everybody_has_a_turn() {
         })
     };
     let workers: Vec<_> = [1, 2, 1, 2, 1, 2].into_iter().map(work).collect();
-    workers.into_iter().for_each(|worker| worker.join().unwrap());
+    for worker in workers {
+        worker.join().unwrap();
+    }
     assert!(nobody_waits(&state));
     let held = |id| service(&state, id).endpoints.iter().map(|endpoint| endpoint.place.held()).sum::<u32>();
     assert_eq!((held(1), held(2)), (0, 0));

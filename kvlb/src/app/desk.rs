@@ -1,9 +1,12 @@
 //! What the proxy asks of the rest of kvlb: which rule, which endpoint, and what to count.
 
+mod gate;
+
 use std::borrow::Cow;
 use std::hash::Hash as _;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::Xxh3;
@@ -17,16 +20,17 @@ use crate::fleet::{EndpointKey, ExactMode, Limits, Rule, Selector};
 use crate::openai::{self, Glimpse, Kind, Prompt};
 use crate::policy::Leave;
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Survey, Target,
-    Terms, Unseen, Usage,
+    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Standing, Survey,
+    Target, Terms, Unseen, Usage,
 };
 use crate::router::{self, Caller, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
 use crate::state::{
-    Expectation, InFlight, Onlooker, STATUS_CLASSES, Service, State, Table, Unserved, Visit, Waiting, ledger,
+    Backlog, Expectation, InFlight, Onlooker, Permit, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger,
 };
 use crate::telemetry::access::{Facts, bounded};
 use crate::tokenize::{self, Tokenizer};
+use gate::Gate;
 
 /// Bodies from this size on are decided on the worker pool: from JSON to names, 128 KiB that nobody has seen before take
 /// half a millisecond.
@@ -128,10 +132,11 @@ impl Desk {
             logs: self.logs,
             earlier: Vec::new(),
             expectations: Vec::new(),
-            waiting: None,
+            backlog: None,
             predicted: None,
             ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
+            gate: None,
             began: clock::now(),
             handles: Arc::clone(&self.handles),
         }
@@ -423,13 +428,15 @@ pub(super) struct Errand {
     /// What its answer will bring, at the endpoint chosen last.
     expectations: Vec<Expectation>,
     /// The tokens that the endpoint chosen last has yet to compute for it.
-    waiting: Option<Arc<Waiting>>,
+    backlog: Option<Arc<Backlog>>,
     /// The endpoint that the request went to, and the blocks of its prompt that were said to be there.
     predicted: Option<(usize, u32)>,
     /// Whether the client chose the data-parallel rank itself.
     ranked: bool,
     /// Whether the request is one that the KV tier is for.
     counts: bool,
+    /// What the gate knows of it, where its rule has admission.
+    gate: Option<Box<Gate>>,
     began: Instant,
     handles: Arc<Handles>,
 }
@@ -448,38 +455,26 @@ impl Call for Errand {
     }
 
     fn choose(&mut self, tried: &[usize]) -> Option<Target<InFlight>> {
-        let start = clock::now();
-        if tried.is_empty() {
-            self.service.retries.request(start);
-            if self.service.breakers_are_ignored() {
-                let rule = self.service.rule().id.to_string();
-                self.state.metrics.breaker_panic.with_label_values(&[rule.as_str()]).inc();
-            }
-        }
-        // Another try takes no turn of its own: else a dead endpoint would get the turn after each failure again.
-        let onlooker = Onlooker(&self.service);
-        let view: &dyn View = if tried.is_empty() { &*self.service } else { &onlooker };
-        let mut decision = router::route(&self.service.ready, &self.named, view, &self.caller, tried);
-        self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
         // What the last try was to bring will not come.
         self.expectations.clear();
-        self.waiting = None;
-        if !self.pinning.chosen(&self.service, &self.caller, &decision, tried) {
-            // Another request of the same conversation was faster: they go together.
-            decision = router::route(&self.service.ready, &self.named, &onlooker, &self.caller, tried);
-            self.pinning.chosen(&self.service, &self.caller, &decision, tried);
+        self.backlog = None;
+        if self.service.rule().admission.is_some() {
+            return self.choose_at_gate(tried);
         }
-        let before = decision.endpoint;
-        let (decision, is_trial) = self.admitted(decision, tried);
-        if decision.endpoint != before {
-            self.pinning.chosen(&self.service, &self.caller, &decision, tried);
-        }
-        let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial));
-        if let Some(position) = decision.endpoint {
-            self.expect(position, &decision);
-        }
-        self.earlier.extend(self.decision.replace(decision));
-        target
+        let (decision, is_trial) = self.decide(tried, tried.is_empty());
+        self.go(decision, is_trial, None)
+    }
+
+    fn standing(&mut self, tried: &[usize]) -> Standing {
+        self.stand(tried)
+    }
+
+    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.poll_gate(cx)
+    }
+
+    fn overdue(&mut self) -> Reply {
+        self.give_up()
     }
 
     fn may_retry(&mut self) -> bool {
@@ -516,7 +511,7 @@ impl Call for Errand {
                     200 => {}
                     _ => {
                         self.expectations.clear();
-                        self.waiting = None;
+                        self.backlog = None;
                     }
                 }
                 self.settle();
@@ -589,10 +584,48 @@ impl Call for Errand {
 }
 
 impl Errand {
+    /// What the ladder says now, and whether the choice has a place for a trial. The `first` choice of a request takes a turn;
+    /// another one does not: else a dead endpoint would get the turn after each failure again.
+    fn decide(&mut self, tried: &[usize], first: bool) -> (Decision, bool) {
+        let start = clock::now();
+        if first {
+            self.service.retries.request(start);
+            if self.service.breakers_are_ignored() {
+                let rule = self.service.rule().id.to_string();
+                self.state.metrics.breaker_panic.with_label_values(&[rule.as_str()]).inc();
+            }
+        }
+        let onlooker = Onlooker(&self.service);
+        let view: &dyn View = if first { &*self.service } else { &onlooker };
+        let mut decision = router::route(&self.service.ready, &self.named, view, &self.caller, tried);
+        self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
+        if !self.pinning.chosen(&self.service, &self.caller, &decision, tried) {
+            // Another request of the same conversation was faster: they go together.
+            decision = router::route(&self.service.ready, &self.named, &onlooker, &self.caller, tried);
+            self.pinning.chosen(&self.service, &self.caller, &decision, tried);
+        }
+        let before = decision.endpoint;
+        let (decision, is_trial) = self.admitted(decision, tried);
+        if decision.endpoint != before {
+            self.pinning.chosen(&self.service, &self.caller, &decision, tried);
+        }
+        (decision, is_trial)
+    }
+
+    /// Goes by a decision.
+    fn go(&mut self, decision: Decision, is_trial: bool, permit: Option<Permit>) -> Option<Target<InFlight>> {
+        let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial, permit));
+        if let Some(position) = decision.endpoint {
+            self.expect(position, &decision);
+        }
+        self.earlier.extend(self.decision.replace(decision));
+        target
+    }
+
     /// Leaves word of what an endpoint has to compute, and that the prompts' blocks will be there unless they are already.
     fn expect(&mut self, position: usize, decision: &Decision) {
         let (Ok(named), Some(endpoint)) = (&self.named, self.service.endpoints.get(position)) else { return };
-        self.waiting = Some(endpoint.meters.await_tokens(decision.uncached_tokens));
+        self.backlog = Some(endpoint.meters.await_tokens(decision.uncached_tokens));
         let Some(space) = named.spaces.iter().position(|space| space.endpoints.contains(&position)) else { return };
         let blocks: usize = named.prompts.iter().map(|prompt| prompt.names[space].len()).sum();
         if decision.depth as usize >= blocks {
@@ -602,7 +635,7 @@ impl Errand {
         let last = named.prompts.len().saturating_sub(1);
         for (number, prompt) in named.prompts.iter().enumerate() {
             // With the last prompt's blocks the work is done.
-            let work = self.waiting.as_ref().filter(|_| number == last).map(Arc::clone);
+            let work = self.backlog.as_ref().filter(|_| number == last).map(Arc::clone);
             self.expectations.extend(all.add(endpoint.meters.id, prompt.names[space].as_slice(), work, now));
         }
     }
@@ -610,8 +643,8 @@ impl Errand {
     fn answered(&mut self) {
         let now = clock::now();
         self.expectations.drain(..).for_each(|expectation| expectation.answered(now));
-        if let Some(waiting) = self.waiting.take() {
-            waiting.release();
+        if let Some(backlog) = self.backlog.take() {
+            backlog.release();
         }
     }
 
@@ -694,12 +727,28 @@ impl Errand {
         Some(hash.digest())
     }
 
-    fn target(&self, position: usize, decision: &Decision, is_trial: bool) -> Option<Target<InFlight>> {
+    fn target(
+        &self,
+        position: usize,
+        decision: &Decision,
+        is_trial: bool,
+        permit: Option<Permit>,
+    ) -> Option<Target<InFlight>> {
         let endpoint = self.service.endpoints.get(position)?;
         let guard = endpoint.meters.enter(self.shape.weight, self.service.next_choice());
         let guard = if is_trial { guard.as_trial() } else { guard };
-        let fields =
-            if self.service.rule().decision_headers { explain(&endpoint.spec.key, decision) } else { Vec::new() };
+        let gated = permit.is_some();
+        let guard = match permit {
+            Some(permit) => guard.with_permit(permit),
+            None => guard,
+        };
+        let mut fields = Vec::new();
+        if self.service.rule().decision_headers {
+            fields = explain(&endpoint.spec.key, decision);
+            if gated {
+                fields.extend_from_slice(gate::fields(&self.service).as_bytes());
+            }
+        }
         let addresses = Addresses(endpoint.addresses());
         let rank = decision.rank.filter(|_| decision.tier != Tier::Selector && !self.ranked);
         let request_fields = rank.map(|rank| format!("{RANK_FIELD}: {rank}\r\n").into_bytes()).unwrap_or_default();
@@ -838,6 +887,7 @@ impl Errand {
 
 impl Drop for Errand {
     fn drop(&mut self) {
+        self.leave_gate();
         self.settle();
     }
 }

@@ -1,6 +1,6 @@
 //! What the API shows of the state.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -12,7 +12,8 @@ use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{
-    BlendView, CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request, SavingsView,
+    AdmissionView, BlendView, CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request,
+    SavingsView, TelemetryView,
 };
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
@@ -97,6 +98,7 @@ impl Live for LiveState {
                 notes: learn::contradictions(&self.ours(&service, endpoint), endpoint),
                 ..kv_view(kv)
             }),
+            telemetry: telemetry(&endpoint.meters.vitals),
         })
     }
 
@@ -161,6 +163,21 @@ impl Live for LiveState {
             would_choose: decision.observed.map(|observed| observed.endpoint),
             prompts: prompts(&seen, &decision),
             candidates: service.candidates().into_iter().zip(&held).map(candidate).collect(),
+        })
+    }
+
+    fn admission(&self, rule: RuleId) -> Option<AdmissionView> {
+        let service = self.service(rule)?;
+        let rule = service.rule().admission?;
+        Some(AdmissionView {
+            mode: rule.mode.label().to_owned(),
+            max_outstanding: rule.outstanding.unwrap_or(0),
+            ep_max_inflight: rule.normal.unwrap_or(0),
+            prefill_max_inflight: rule.prefill.unwrap_or(0),
+            queue_depth: rule.queue_depth,
+            queue_wait_ms: u64::try_from(rule.queue_wait.as_millis()).unwrap_or(u64::MAX),
+            inflight: service.line.held(),
+            queued: service.line.queued(),
         })
     }
 
@@ -248,6 +265,38 @@ fn prompts(seen: &desk::Seen, decision: &Decision) -> Vec<PromptView> {
 /// The word for how an endpoint's blocks are named.
 fn keying(kv: &EndpointKv) -> &'static str {
     if kv.is_rehashed() { "rehash" } else { "parity" }
+}
+
+/// What is known of an engine's work; nothing where nobody has asked.
+fn telemetry(vitals: &state::Vitals) -> Option<TelemetryView> {
+    let (now, last) = (clock::now(), vitals.last());
+    let failures: BTreeMap<_, _> =
+        vitals.failures().filter(|(_, count)| *count > 0).map(|(why, count)| (why.label().to_owned(), count)).collect();
+    let Some(last) = last else {
+        return (!failures.is_empty()).then(|| TelemetryView { failures, ..TelemetryView::default() });
+    };
+    let (age, said) = (now.saturating_duration_since(last.0), &last.1);
+    let view = TelemetryView {
+        engine: said.dialect.label().to_owned(),
+        age_ms: Some(u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+        missing: said.missing().map(str::to_owned).collect(),
+        failures,
+        ..TelemetryView::default()
+    };
+    if vitals.fresh(now).is_none() {
+        return Some(TelemetryView { stale: true, ..view });
+    }
+    Some(TelemetryView {
+        waiting: said.waiting,
+        running: said.running,
+        kv_usage: said.kv_usage,
+        blocks: said.blocks,
+        prompt_tokens: said.prompt_tokens,
+        generated_tokens: said.generated_tokens,
+        first_tokens: said.first_token.map(|first| first.count),
+        first_token_seconds: said.first_token.map(|first| first.seconds),
+        ..view
+    })
 }
 
 fn kv_view(kv: &EndpointKv) -> KvView {

@@ -9,6 +9,7 @@ mod listen;
 mod live;
 mod meter;
 mod pinning;
+mod scrape;
 mod steer;
 mod takeover;
 mod watch;
@@ -257,6 +258,10 @@ impl Parts {
         offering.shutdown().await;
         datapath.shutdown().await;
         self.state.datapath_serves(None);
+        if handed.is_none() {
+            // Who waits for an endpoint has nothing under way there: another kvlb may have room at once.
+            self.state.admission.drain();
+        }
         let Self { proxy, kernel, config, .. } = self;
         let Some(line) = handed else {
             if let Some(giver) = giver {
@@ -306,6 +311,9 @@ impl Parts {
             tasks.spawn(zero.follow(Arc::clone(state), self.asker.clone()));
         }
         tasks.spawn(learn::keep_learning(Arc::clone(state), self.asker.clone()));
+        if let Some(every) = config.scrape_interval {
+            tasks.spawn(scrape::keep_scraping(Arc::clone(state), self.asker.clone(), every));
+        }
         if let Some(kernel) = &self.kernel
             && let Some(log) = kernel.lock().take_log()
         {

@@ -308,6 +308,24 @@ struct ProxyFlags {
     /// How long it stays open before three requests try
     #[arg(long, value_name = "SECONDS")]
     cb_open: Option<i64>,
+    /// off, observe or enforce: bounds on requests in flight are counted against, or held
+    #[arg(long, value_name = "MODE")]
+    fc_mode: Option<String>,
+    /// Requests at all endpoints together; 0: no bound
+    #[arg(long, value_name = "N")]
+    fc_max_outstanding: Option<i64>,
+    /// Requests at one endpoint; 0: no bound
+    #[arg(long, value_name = "N")]
+    fc_ep_max_inflight: Option<i64>,
+    /// The same at a prefill endpoint
+    #[arg(long, value_name = "N")]
+    fc_prefill_max_inflight: Option<i64>,
+    /// Requests that may wait for a place; 0: they are refused
+    #[arg(long, value_name = "N")]
+    fc_max_queue_depth: Option<i64>,
+    /// Milliseconds that they may
+    #[arg(long, value_name = "MS")]
+    fc_max_queue_wait_ms: Option<i64>,
     /// http1
     #[arg(long, value_name = "PROTOCOL")]
     backend_protocol: Option<String>,
@@ -328,6 +346,8 @@ struct StoredFlags {
     sse_mode: Option<bool>,
     #[arg(long, value_name = "SECONDS")]
     backend_keepalive_interval: Option<i64>,
+    #[arg(long, value_name = "N")]
+    fc_decode_max_inflight: Option<i64>,
 }
 
 impl LoadBalancer {
@@ -466,6 +486,12 @@ impl ProxyFlags {
         f.set("cb_connect_failures", self.cb_connect_failures);
         f.set("cb_answer_failures", self.cb_answer_failures);
         f.set("cb_open_sec", self.cb_open);
+        f.set("fc_mode", self.fc_mode.as_ref());
+        f.set("fc_max_outstanding", self.fc_max_outstanding);
+        f.set("fc_ep_max_inflight", self.fc_ep_max_inflight);
+        f.set("fc_prefill_max_inflight", self.fc_prefill_max_inflight);
+        f.set("fc_max_queue_depth", self.fc_max_queue_depth);
+        f.set("fc_max_queue_wait_ms", self.fc_max_queue_wait_ms);
         f.set("backend_protocol", self.backend_protocol.as_ref());
     }
 }
@@ -487,6 +513,7 @@ impl StoredFlags {
         f.set("pdBootstrapPort", self.pd_bootstrap_port);
         f.set("sse_mode", self.sse_mode);
         f.set("backend_keepalive_interval_sec", self.backend_keepalive_interval);
+        f.set("fc_decode_max_inflight", self.fc_decode_max_inflight);
     }
 }
 

@@ -237,7 +237,7 @@ enum Get {
         #[arg(long, conflicts_with = "id")]
         name: Option<String>,
     },
-    /// Endpoints and their probes
+    /// Endpoints and their probes; -o wide: with what their engines say of their work
     #[command(name = "ep", aliases = ["endpoint", "endpoints"])]
     Ep,
     /// The blocks that an endpoint holds
@@ -517,7 +517,7 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
     let answer = api.get(&path, &query).await?;
     let text = shown(&answer, output, |answer, screen| match get {
         Get::Lb { .. } => table::rules(answer, output == Some(Output::Wide), screen),
-        Get::Ep => table::endpoints(answer, screen),
+        Get::Ep => table::endpoints(answer, output == Some(Output::Wide), screen),
         Get::KvInventory { .. } => table::inventory(answer, screen),
         Get::KvStatus { .. } => table::kv_status(answer, screen),
         Get::Savings { .. } => table::savings(answer, screen),

@@ -97,9 +97,9 @@ fn rules_short(rules: &[&Value]) -> Grid {
 }
 
 /// Columns of a rule in `WIDE`, before those of its endpoints.
-const RULE_CELLS: usize = 12;
+const RULE_CELLS: usize = 13;
 
-const WIDE: [Column; 21] = [
+const WIDE: [Column; 22] = [
     keep("Id"),
     keep("Ext IP"),
     spare("Sources", 8),
@@ -112,6 +112,7 @@ const WIDE: [Column; 21] = [
     spare("Sel", 9),
     spare("Mode", 10),
     spare("Blend", 13),
+    spare("Admission", 14),
     keep("Idx"),
     keep("Endpoint"),
     keep("EPort"),
@@ -142,6 +143,7 @@ fn rules_wide(rules: &[&Value]) -> Grid {
             word(&SELECTORS, &service["sel"]),
             word(&MODES, &service["mode"]),
             blend(&rule["kvBlend"]),
+            admission(&service["fc_effective"]),
         ];
         for endpoint in list(rule, "endpoints") {
             cells.extend(endpoint_cells(endpoint));
@@ -180,6 +182,21 @@ fn blend(numbers: &Value) -> String {
     words.join(", ")
 }
 
+/// A rule's requests at endpoints and in its queue, each with its bound where it has one.
+fn admission(effective: &Value) -> String {
+    if effective.is_null() {
+        return String::new();
+    }
+    let of = |name: &str, bound: &str| match effective[bound].as_u64().filter(|bound| *bound > 0) {
+        Some(bound) => format!("{} of {bound}", cell(&effective[name])),
+        None => cell(&effective[name]),
+    };
+    let (inflight, queued) = (of("inflight", "max_outstanding"), of("queued", "queue_depth"));
+    let each = effective["ep_max_inflight"].as_u64().filter(|each| *each > 0);
+    let each = each.map_or_else(String::new, |each| format!(", {each} each"));
+    format!("{}: {inflight}{each}, queue {queued}", cell(&effective["mode"]))
+}
+
 fn endpoint_cells(endpoint: &Value) -> [String; 9] {
     let kv = &endpoint["kvStatus"];
     [
@@ -195,9 +212,9 @@ fn endpoint_cells(endpoint: &Value) -> [String; 9] {
     ]
 }
 
-/// `get ep`.
-pub(super) fn endpoints(answer: &Value, screen: Screen) -> String {
-    let mut grid = Grid::new(&[
+/// `get ep`; wide, also what the engines say of their work.
+pub(super) fn endpoints(answer: &Value, wide: bool, screen: Screen) -> String {
+    let probes = [
         keep("Host"),
         spare("Name", 5),
         keep("ptype"),
@@ -210,9 +227,13 @@ pub(super) fn endpoints(answer: &Value, screen: Screen) -> String {
         keep("State"),
         spare("Rule", 1),
         spare("Idx", 2),
-    ]);
+    ];
+    let of_engine =
+        [spare("Engine", 10), keep("Waiting"), keep("Running"), keep("KV use"), spare("KV blocks", 9), keep("Seen")];
+    let mut grid = Grid::new(&[&probes[..], if wide { &of_engine } else { &[] }].concat());
+    let mut unknown = String::new();
     for endpoint in list(answer, "Attr") {
-        grid.add([
+        let mut row = vec![
             cell(&endpoint["hostName"]),
             cell(&endpoint["name"]),
             format!("{}:{}", cell(&endpoint["probeType"]), cell(&endpoint["probeReq"])),
@@ -225,9 +246,43 @@ pub(super) fn endpoints(answer: &Value, screen: Screen) -> String {
             endpoint_state(endpoint),
             cell(&endpoint["service_id"]),
             cell(&endpoint["ep_idx"]),
-        ]);
+        ];
+        if wide {
+            row.extend(engine_cells(&endpoint["telemetry"]));
+            let who = format!("rule {} endpoint {}", cell(&endpoint["service_id"]), cell(&endpoint["ep_idx"]));
+            unknown.extend(why_unknown(&endpoint["telemetry"]).map(|why| format!("{who}: {why}\n")));
+        }
+        grid.add(row);
     }
-    grid.render(screen)
+    grid.render(screen) + &unknown
+}
+
+/// What an engine says of its work; what is not known is a question mark, and nothing where nobody asks.
+fn engine_cells(telemetry: &Value) -> [String; 6] {
+    if telemetry.is_null() {
+        return Default::default();
+    }
+    let known = |name: &str| if telemetry[name].is_null() { "?".to_owned() } else { cell(&telemetry[name]) };
+    let usage = telemetry["kvUsage"].as_f64().map_or_else(|| "?".to_owned(), |usage| format!("{:.1}%", usage * 100.0));
+    [
+        known("engine"),
+        known("waiting"),
+        known("running"),
+        usage,
+        known("blocks"),
+        telemetry["ageMs"].as_u64().map_or_else(|| "never".to_owned(), |millis| format!("{} ago", age(millis))),
+    ]
+}
+
+/// The families that are missing, and looks that came to nothing where that shows.
+fn why_unknown(telemetry: &Value) -> impl Iterator<Item = String> {
+    let missing: Vec<_> = list(telemetry, "missing").map(cell).collect();
+    let missing = (!missing.is_empty()).then(|| format!("unknown: not among its metrics: {}", missing.join(", ")));
+    let failures = telemetry["failures"].as_object().into_iter().flatten();
+    let failures: Vec<_> = failures.map(|(why, count)| format!("{why} {count}")).collect();
+    let silent = telemetry["stale"] == true || telemetry["ageMs"].is_null();
+    let failed = (silent && !failures.is_empty()).then(|| format!("no metrics of late: {}", failures.join(", ")));
+    missing.into_iter().chain(failed)
 }
 
 /// Loxicmd's word, with ours where it says more.
@@ -521,7 +576,8 @@ mod tests {
         };
         json!({"lbAttr": [
             {"id": 1, "serviceArguments": {"externalIP": "10.10.10.254", "port": 8080, "protocol": "tcp", "sel": 3,
-                "mode": 4, "kvExactMode": 1, "name": "chat"},
+                "mode": 4, "kvExactMode": 1, "name": "chat", "fc_effective": {"mode": "enforce", "max_outstanding": 16,
+                "ep_max_inflight": 8, "queue_depth": 32, "inflight": 16, "queued": 3}},
              "endpoints": [
                 {"endpointIP": "192.0.2.1", "targetPort": 8000, "weight": 1, "ep_role": 1, "ep_idx": 0,
                  "state": "active", "counter": "12:3456", "kvStatus": kv("mismatch", json!("block_size"), 42)},
@@ -599,7 +655,19 @@ mod tests {
 
     #[test]
     fn get_ep_has_loxicmds_columns() {
-        assert_eq!(endpoints(&host_answer(), PIPE), include_str!("golden/get_ep.txt"));
+        assert_eq!(endpoints(&host_answer(), false, PIPE), include_str!("golden/get_ep.txt"));
+    }
+
+    #[test]
+    fn get_ep_wide_shows_what_engines_say_and_names_what_they_do_not() {
+        let mut answer = host_answer();
+        let rows = answer["Attr"].as_array_mut().expect("a list");
+        rows.extend([rows[0].clone(), rows[0].clone()]);
+        rows[0]["telemetry"] = json!({"engine": "vllm", "ageMs": 2300, "stale": false, "waiting": 3, "running": 0,
+            "kvUsage": 0.123, "blocks": null, "missing": ["vllm:cache_config_info"], "failures": {"status": 1}});
+        rows[1]["telemetry"] = json!({"engine": "vllm", "ageMs": 61_000, "stale": true, "waiting": null, "running": null,
+            "kvUsage": null, "blocks": null, "missing": [], "failures": {"unreachable": 12}});
+        assert_eq!(endpoints(&answer, true, PIPE), include_str!("golden/get_ep_wide.txt"));
     }
 
     #[test]
@@ -648,7 +716,7 @@ mod tests {
     #[test]
     fn answers_that_lack_everything_are_shown_and_not_feared() {
         for answer in [json!({}), json!([]), json!(null), json!({"lbAttr": [null, {}, {"endpoints": [1]}]})] {
-            let texts = [rules(&answer, false, PIPE), rules(&answer, true, on(10)), endpoints(&answer, PIPE)];
+            let texts = [rules(&answer, false, PIPE), rules(&answer, true, on(10)), endpoints(&answer, true, PIPE)];
             let more = [
                 inventory(&answer, PIPE),
                 kv_status(&answer, PIPE),

@@ -56,7 +56,9 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         --max-inspect-bytes=5 --connections-max=4 --client-half-close=allow --inatimeout=9 --connect-timeout=8 --first-byte-timeout=7 \
         --max-stream-duration=6 --backend-protocol=http1 --kv-warmup=1 --nixl-port=1,2 --pd-cache-aware \
         --pd-session-ttl=1 --session-from-user --pd-cache-threshold=1 --pd-balance-abs-threshold=1 --pd-bootstrap-port=1 --sse-mode \
-        --cb-enable --cb-connect-failures=4 --cb-answer-failures=0 --cb-open=5 --backend-keepalive-interval=1";
+        --cb-enable --cb-connect-failures=4 --cb-answer-failures=0 --cb-open=5 --backend-keepalive-interval=1 \
+        --fc-mode=enforce --fc-max-outstanding=16 --fc-ep-max-inflight=8 --fc-prefill-max-inflight=4 --fc-decode-max-inflight=2 --fc-max-queue-depth=32 \
+        --fc-max-queue-wait-ms=5000";
     let body = bodies(line).unwrap().remove(0);
     let service: Value = serde_json::from_str(
         r#"{"externalIP": "127.0.0.9", "port": 80, "portMax": 90, "protocol": "tcp", "sel": 4, "mode": 4,
@@ -70,7 +72,9 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         "inactiveTimeOut": 9, "timeoutMemberConnect": 8, "timeoutFirstByte": 7, "max_stream_duration_sec": 6,
         "backend_protocol": "http1", "kvWarmupSec": 1, "pd_cache_aware_mode": true, "pd_session_ttl_sec": 1, "session_from_user": true,
         "pd_cache_threshold": 1, "pd_balance_abs_threshold": 1, "pdBootstrapPort": 1, "sse_mode": true,
-        "cb_enable": true, "cb_connect_failures": 4, "cb_answer_failures": 0, "cb_open_sec": 5, "backend_keepalive_interval_sec": 1}"#,
+        "cb_enable": true, "cb_connect_failures": 4, "cb_answer_failures": 0, "cb_open_sec": 5, "backend_keepalive_interval_sec": 1,
+        "fc_mode": "enforce", "fc_max_outstanding": 16, "fc_ep_max_inflight": 8, "fc_prefill_max_inflight": 4, "fc_decode_max_inflight": 2,
+        "fc_max_queue_depth": 32, "fc_max_queue_wait_ms": 5000}"#,
     )
     .unwrap();
     assert_eq!(body["serviceArguments"], service);
@@ -114,7 +118,7 @@ fn mistakes_are_refused_with_what_would_be_right() {
         (format!("{base} --bgp=true"), "--bgp is not supported"),
         (format!("{base} --mark 5"), "--mark is not supported"),
         (format!("{base} --ppv2en"), "PROXY protocol is not served yet"),
-        (format!("{base} --fc-mode=enforce"), "admission control is not served yet"),
+        (format!("{base} --fc-adaptive"), "admission goes by fixed bounds"),
         (format!("{base} --hsts-preload"), "TLS is not served yet"),
         (format!("{base} --udp=53:53"), "HTTP over TCP"),
         ("kvlb create lb 10.0.0.1 --tcp=80:8000".to_owned(), "--endpoints"),

@@ -8,11 +8,11 @@ const SWITCH: bool = false;
 const VALUE: bool = true;
 const TCP_ONLY: &str = "kvlb proxies HTTP over TCP";
 const TLS: &str = "TLS is not served yet";
-const ADMISSION: &str = "admission control is not served yet";
+const ADMISSION: &str = "admission goes by fixed bounds yet: --fc-mode, --fc-ep-max-inflight";
 const RING: &str = "selectors 8 and 10 hash the first 512 bytes of the prompt, and need no ring";
 
 /// Name, whether it takes a value, and why it is refused.
-const FLAGS: [(&str, bool, &str); 45] = [
+const FLAGS: [(&str, bool, &str); 38] = [
     ("udp", VALUE, TCP_ONLY),
     ("sctp", VALUE, TCP_ONLY),
     ("icmp", SWITCH, TCP_ONLY),
@@ -29,19 +29,12 @@ const FLAGS: [(&str, bool, &str); 45] = [
     ("chwbl-hash-flags", VALUE, RING),
     ("chwbl-replication", VALUE, RING),
     ("chwbl-cache-salt", SWITCH, RING),
-    ("fc-mode", VALUE, ADMISSION),
-    ("fc-max-outstanding", VALUE, ADMISSION),
-    ("fc-ep-max-inflight", VALUE, ADMISSION),
-    ("fc-prefill-max-inflight", VALUE, ADMISSION),
-    ("fc-decode-max-inflight", VALUE, ADMISSION),
-    ("fc-max-queue-depth", VALUE, ADMISSION),
-    ("fc-max-queue-wait-ms", VALUE, ADMISSION),
     ("fc-adaptive", SWITCH, ADMISSION),
     ("fc-warmup-ms", VALUE, ADMISSION),
     ("fc-ttft-target-ms", VALUE, ADMISSION),
-    ("fc-tenant-max-share-pct", VALUE, ADMISSION),
-    ("fc-telemetry-stale-ms", VALUE, ADMISSION),
-    ("fc-expose-headers", SWITCH, ADMISSION),
+    ("fc-tenant-max-share-pct", VALUE, "kvlb knows no tenants"),
+    ("fc-telemetry-stale-ms", VALUE, "what engines say is known for 30 s"),
+    ("fc-expose-headers", SWITCH, "see --decision-headers"),
     ("hsts-max-age", VALUE, TLS),
     ("hsts-include-subdomains", SWITCH, TLS),
     ("hsts-preload", SWITCH, TLS),

@@ -126,6 +126,11 @@ pub struct UpFlags {
     #[arg(long, value_name = "MIB")]
     pub text_cache_mib: Option<String>,
 
+    /// How often an engine is asked for its metrics: its queue, its cache's usage; 0: never
+    /// [env: KVLB_SCRAPE_INTERVAL] [default: 5s]
+    #[arg(long, value_name = "TIME")]
+    pub scrape_interval: Option<String>,
+
     /// The engines' --api-key, where they have one; sent to their /v1 paths alone [env: KVLB_ENGINE_KEY]
     #[arg(long, value_name = "KEY")]
     pub engine_key: Option<String>,

@@ -89,6 +89,8 @@ pub struct Config {
     pub trace_context: bool,
     /// Bytes that remember what prompts of late began with (`--text-cache-mib`).
     pub text_cache: usize,
+    /// How often an engine's metrics are looked at (`--scrape-interval`); `None`: never.
+    pub scrape_interval: Option<Duration>,
     /// The engines' `--api-key`.
     pub engine_key: Option<String>,
     /// A rule that is made of what the engines say.
@@ -180,6 +182,11 @@ impl Config {
                 .text("--text-cache-mib", flags.text_cache_mib.as_ref(), "KVLB_TEXT_CACHE_MIB")?
                 .map_or(Ok(TEXT_CACHE_MIB), |setting| setting.number(1, 1 << 20))
                 .map(|mib| usize::try_from(mib << 20).unwrap_or(usize::MAX))?,
+            scrape_interval: scrape_interval(both.text(
+                "--scrape-interval",
+                flags.scrape_interval.as_ref(),
+                "KVLB_SCRAPE_INTERVAL",
+            )?)?,
             engine_key: engines::engine_key(flags.engine_key.as_ref(), &both)?,
             zero_touch: ZeroTouch::read(flags, &both)?,
             kv: Kv::read(
@@ -197,6 +204,11 @@ impl Config {
 /// Some 60,000 turns of 4 KB.
 const TEXT_CACHE_MIB: u64 = 256;
 const HEAD_MAX_KIB: u64 = 64;
+/// A queue of seconds shows in time, six looks may fail before what was seen is too old, and an engine spends a thousandth of
+/// its server's time on a page of 100 KB.
+const SCRAPE_INTERVAL: Duration = Duration::from_secs(5);
+/// One look may fail before what was seen is too old.
+const SCRAPE_INTERVAL_MAX: Duration = Duration::from_secs(12);
 const DATAPATHS: [(&str, Datapath); 2] = [("auto", Datapath::Auto), ("none", Datapath::None)];
 const TAKEOVERS: [(&str, Takeover); 3] =
     [("no", Takeover::No), ("required", Takeover::Required), ("if-running", Takeover::IfRunning)];
@@ -204,7 +216,7 @@ const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll"
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 42] = [
+const TWINS: [&str; 43] = [
     "KVLB_API",
     "KVLB_API_TOKEN_FILE",
     "KVLB_API_READ_TOKEN_FILE",
@@ -228,6 +240,7 @@ const TWINS: [&str; 42] = [
     "KVLB_TAKEOVER_WAIT",
     "KVLB_DECISION_BUDGET_MS",
     "KVLB_TEXT_CACHE_MIB",
+    "KVLB_SCRAPE_INTERVAL",
     "KVLB_ACCESS_LOG",
     "KVLB_ACCESS_LOG_FILE",
     "KVLB_ACCESS_LOG_SAMPLE",
@@ -328,6 +341,15 @@ fn threads(setting: Option<Setting<'_>>, cores: usize) -> Result<usize, ConfigEr
 
 fn to_usize(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
+}
+
+fn scrape_interval(setting: Option<Setting<'_>>) -> Result<Option<Duration>, ConfigError> {
+    let Some(setting) = setting else { return Ok(Some(SCRAPE_INTERVAL)) };
+    match duration(&setting)? {
+        Duration::ZERO => Ok(None),
+        every if (Duration::from_secs(1)..=SCRAPE_INTERVAL_MAX).contains(&every) => Ok(Some(every)),
+        _ => Err(setting.bad("0 for never, or 1s to 12s")),
+    }
 }
 
 fn duration(setting: &Setting<'_>) -> Result<Duration, ConfigError> {

@@ -37,6 +37,7 @@ fn nothing_set_is_the_documented_default() {
         access_log: AccessLog { sampling: Sampling::Off, destination: Destination::Stdout },
         trace_context: true,
         text_cache: 256 << 20,
+        scrape_interval: Some(Duration::from_secs(5)),
         engine_key: None,
         zero_touch: None,
         kv: Kv {
@@ -83,6 +84,7 @@ fn every_twin() -> Env {
         ("KVLB_DRAIN_TIMEOUT", "2m"),
         ("KVLB_DECISION_BUDGET_MS", "5"),
         ("KVLB_TEXT_CACHE_MIB", "3"),
+        ("KVLB_SCRAPE_INTERVAL", "2"),
         ("KVLB_ACCESS_LOG", "sampled"),
         ("KVLB_ACCESS_LOG_FILE", "/a"),
         ("KVLB_TAKEOVER", "if-running"),
@@ -109,6 +111,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!((by_env.drain_timeout, by_env.kv.decision_budget), (Duration::from_mins(2), Duration::from_millis(5)));
     assert_eq!(by_env.log_level, "warn,kvlb::ingest=debug");
     assert_eq!((by_env.connections_max, by_env.head_max), (Some(9), 8 << 10));
+    assert_eq!(by_env.scrape_interval, Some(Duration::from_secs(2)));
     assert_eq!((by_env.engine_key.as_deref(), by_env.text_cache), (Some("k"), 3 << 20));
     assert_eq!(by_env.zero_touch, Some(pool("10.0.0.1:80", &["a:8000", "b:8000"])));
     let seventh = Sampling::OneIn(NonZeroU64::new(7).unwrap());
@@ -155,6 +158,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         takeover_wait: text("9ms"),
         decision_budget_ms: text("9"),
         text_cache_mib: text("4"),
+        scrape_interval: text("0"),
         access_log: text("full"),
         access_log_file: Some("-".into()),
         access_log_sample: text("8"),
@@ -165,6 +169,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     let by_flag = Config::new(&flags, &env, 2).unwrap();
     assert_eq!(of_takeover(&by_flag), (Takeover::Required, Some("/v".into()), Duration::from_millis(9)));
     assert_eq!((by_flag.connections_max, by_flag.head_max), (Some(10), 1 << 20));
+    assert_eq!(by_flag.scrape_interval, None, "never");
     assert_eq!((by_flag.text_cache, by_flag.access), (4 << 20, access("/l", true)));
     assert_eq!((by_flag.api.port(), by_flag.threads, by_flag.state_dir), (2, 1, None));
     assert_eq!((&by_flag.tokenizer_dir, &by_flag.pin_dir), (&PathBuf::from("/u"), &PathBuf::from("/q")));

@@ -1,5 +1,7 @@
 //! What the API shows that changes while traffic flows.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use crate::contract::BlockHash;
@@ -28,6 +30,11 @@ pub trait Live: Send + Sync {
         None
     }
 
+    /// A rule's admission; `None` where it has none.
+    fn admission(&self, _rule: RuleId) -> Option<AdmissionView> {
+        None
+    }
+
     /// What an operator should know of a rule that traffic has shown, in words.
     fn notes(&self, rule: RuleId) -> Vec<String>;
 
@@ -51,7 +58,7 @@ pub trait Live: Send + Sync {
 }
 
 /// One endpoint now.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct EndpointView {
     /// `fleet::Condition::label`.
     pub state: &'static str,
@@ -63,6 +70,41 @@ pub struct EndpointView {
     pub load: u32,
     /// Its inventory and contract; `None` where the rule does not subscribe it.
     pub kv: Option<KvView>,
+    /// What its engine says of its work; `None` where it is not asked, or has not answered yet.
+    pub telemetry: Option<TelemetryView>,
+}
+
+/// An endpoint's `telemetry`: what its engine says of its work. What is not known is null.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TelemetryView {
+    /// The kind of engine by whose names its metrics were read.
+    pub engine: String,
+    /// Milliseconds since they were read; null before the first time.
+    pub age_ms: Option<u64>,
+    /// They were read too long ago: nothing is known now.
+    pub stale: bool,
+    /// Requests in its queue.
+    pub waiting: Option<u32>,
+    /// Requests that it works on.
+    pub running: Option<u32>,
+    /// The share of its KV cache in use, 0 to 1.
+    pub kv_usage: Option<f64>,
+    /// KV blocks of its cache.
+    pub blocks: Option<u64>,
+    /// Tokens of prompts so far.
+    pub prompt_tokens: Option<u64>,
+    /// Tokens made so far.
+    pub generated_tokens: Option<u64>,
+    /// Answers that began so far.
+    pub first_tokens: Option<u64>,
+    /// Seconds until they did, in all.
+    pub first_token_seconds: Option<f64>,
+    /// Families that it should show and does not.
+    pub missing: Vec<String>,
+    /// Looks that came to nothing, by cause; absent where none.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub failures: BTreeMap<String, u64>,
 }
 
 /// An endpoint's `kvStatus`.
@@ -122,6 +164,27 @@ pub struct BlendView {
     pub cold_start_min_blocks: u32,
     /// `kvMinMatchTokens`.
     pub min_match_tokens: u32,
+}
+
+/// A rule's `fc_effective`, in LoxiLB's words. 0: no bound.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct AdmissionView {
+    /// `observe` or `enforce`.
+    pub mode: String,
+    /// Requests at all endpoints together.
+    pub max_outstanding: u32,
+    /// At one without a role.
+    pub ep_max_inflight: u32,
+    /// At a prefill endpoint.
+    pub prefill_max_inflight: u32,
+    /// Requests that may wait.
+    pub queue_depth: u32,
+    /// Milliseconds that they may.
+    pub queue_wait_ms: u64,
+    /// Requests at endpoints now.
+    pub inflight: u32,
+    /// Requests that wait now.
+    pub queued: u32,
 }
 
 /// What one endpoint's cache spared, in tokens of the requests whose engine reports it.

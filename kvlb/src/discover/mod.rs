@@ -14,6 +14,7 @@ mod preflight;
 mod read;
 mod report;
 mod sample;
+mod scrape;
 #[cfg(test)]
 mod tests;
 
@@ -23,3 +24,4 @@ pub use preflight::{Heard, Look, OurTokens, Ours, Socket, agree, preflight};
 pub use read::{Asker, body_within, read};
 pub use report::{EndpointReport, Report, Row, Verdict};
 pub use sample::{SAMPLES, Sample, our_tokens};
+pub use scrape::{readings, scrape};

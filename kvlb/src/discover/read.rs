@@ -38,7 +38,7 @@ impl Asker {
         Ok(Self { http: crate::ingest::plain_client()?, key, timeout })
     }
 
-    async fn get(&self, place: &EndpointKey, path: &str, limit: usize) -> Result<Vec<u8>, Missing> {
+    pub(super) async fn get(&self, place: &EndpointKey, path: &str, limit: usize) -> Result<Vec<u8>, Missing> {
         self.answer(self.http.get(format!("http://{place}{path}")), path, limit).await
     }
 

@@ -50,6 +50,7 @@ pub(crate) fn rule() -> Rule {
         hash_load_factor: 125,
         limits: Limits::default(),
         breaker: Some(BreakerRule::default()),
+        admission: None,
         admin_down: false,
     }
 }

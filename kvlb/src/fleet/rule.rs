@@ -102,6 +102,8 @@ pub struct Rule {
     pub limits: Limits,
     /// When endpoints that fail get no traffic for a while (`cb_enable`); `None`: never.
     pub breaker: Option<BreakerRule>,
+    /// How many requests its endpoints may have at a time (`fc_mode`); `None`: as many as come.
+    pub admission: Option<AdmissionRule>,
     /// Set by the operator: the rule takes no traffic (`adminStateUp: false`).
     pub admin_down: bool,
 }
@@ -140,6 +142,62 @@ pub struct BreakerRule {
 impl Default for BreakerRule {
     fn default() -> Self {
         Self { connects: 5, answers: 3, open: Duration::from_secs(30) }
+    }
+}
+
+/// `fc_*`: how many requests of a rule there may be at a time, and what becomes of more.
+///
+/// Source of the fields and their meaning: LoxiLB's admission flow control.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdmissionRule {
+    /// `fc_mode`.
+    pub mode: AdmissionMode,
+    /// `fc_max_outstanding`: at all endpoints together; `None`: no bound.
+    pub outstanding: Option<u32>,
+    /// `fc_ep_max_inflight`: at an endpoint without a role.
+    pub normal: Option<u32>,
+    /// `fc_prefill_max_inflight`: at a prefill endpoint.
+    pub prefill: Option<u32>,
+    /// `fc_max_queue_depth`: so many may wait; 0: none.
+    pub queue_depth: u32,
+    /// `fc_max_queue_wait_ms`: for so long.
+    pub queue_wait: Duration,
+}
+
+impl AdmissionRule {
+    /// Requests at an endpoint with this role.
+    pub fn endpoint_max(&self, role: Role) -> u32 {
+        let max = match role {
+            Role::Any => self.normal,
+            Role::Prefill => self.prefill,
+            // None is asked yet.
+            Role::Decode => None,
+        };
+        max.unwrap_or(u32::MAX)
+    }
+
+    /// Requests at all endpoints.
+    pub fn outstanding_max(&self) -> u32 {
+        self.outstanding.unwrap_or(u32::MAX)
+    }
+}
+
+/// `fc_mode`, where it is not `off`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AdmissionMode {
+    /// What would be queued or refused is counted, and goes on.
+    Observe,
+    /// It is queued or refused.
+    Enforce,
+}
+
+impl AdmissionMode {
+    /// The word of the rule's field.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Observe => "observe",
+            Self::Enforce => "enforce",
+        }
     }
 }
 

@@ -37,4 +37,6 @@ pub struct Candidate {
     pub inventory: Option<u64>,
     /// When it was last chosen, as a running number of the rule's choices; 0: never.
     pub last_chosen: u64,
+    /// Requests in its engine's own queue, where it has said so of late.
+    pub queued: Option<u32>,
 }

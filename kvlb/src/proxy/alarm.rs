@@ -19,6 +19,8 @@ pub(super) enum Limit {
     Head,
     /// For the next piece of a body.
     Body,
+    /// For a place at an endpoint.
+    Queue,
     /// For an answer's first byte.
     FirstByte,
     /// Between two pieces of an answer.

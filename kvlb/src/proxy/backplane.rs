@@ -4,7 +4,8 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::Duration;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use super::buffer::{Chunk, Lease};
 use super::http::{Head, Reply};
@@ -64,8 +65,24 @@ pub trait Call: Send + 'static {
     /// What the rule says about relaying.
     fn terms(&self) -> Terms;
 
-    /// The endpoint to ask, none of `tried` (positions in the rule). `None`: nobody is left.
+    /// The endpoint to ask, none of `tried` (positions in the rule). `None`: nobody is left, or nobody now, as
+    /// [`Call::standing`] says.
     fn choose(&mut self, tried: &[usize]) -> Option<Target<Self::Guard>>;
+
+    /// Where a request stands that [`Call::choose`] gave nobody just now.
+    fn standing(&mut self, _tried: &[usize]) -> Standing {
+        Standing::Nobody
+    }
+
+    /// Ready when it is the turn of a request that waits: then it may choose once more.
+    fn poll_turn(&mut self, _cx: &mut Context<'_>) -> Poll<()> {
+        Poll::Ready(())
+    }
+
+    /// The answer to a request that has waited for as long as it may.
+    fn overdue(&mut self) -> Reply {
+        Reply::error(504, "admission_queue_timeout", "no endpoint of the rule had room in time")
+    }
 
     /// Whether the rule's retry budget has room for one more; counts it where it has.
     fn may_retry(&mut self) -> bool;
@@ -77,6 +94,20 @@ pub trait Call: Send + 'static {
     fn facts(&self) -> Option<Facts> {
         None
     }
+}
+
+/// Where a request stands for which there is no endpoint just now.
+#[derive(Debug)]
+pub enum Standing {
+    /// There is none, and none will be.
+    Nobody,
+    /// It is refused.
+    Refused(Reply),
+    /// It waits for its turn.
+    Queued {
+        /// Not longer than this.
+        until: Instant,
+    },
 }
 
 /// Where a connection came in.
@@ -368,6 +399,8 @@ pub enum Phase {
     Body,
     /// A decision.
     Decide,
+    /// A place at an endpoint.
+    Queue,
     /// A connection to an endpoint.
     Connect,
     /// The endpoint's answer.
@@ -378,7 +411,8 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase, in order.
-    pub const ALL: [Self; 6] = [Self::Head, Self::Body, Self::Decide, Self::Connect, Self::Wait, Self::Stream];
+    pub const ALL: [Self; 7] =
+        [Self::Head, Self::Body, Self::Decide, Self::Queue, Self::Connect, Self::Wait, Self::Stream];
 
     /// The word in `kvlb_client_aborts_total`.
     pub const fn label(self) -> &'static str {
@@ -386,6 +420,7 @@ impl Phase {
             Self::Head => "head",
             Self::Body => "body",
             Self::Decide => "decide",
+            Self::Queue => "queue",
             Self::Connect => "connect",
             Self::Wait => "wait",
             Self::Stream => "stream",

@@ -196,6 +196,7 @@ pub(super) fn timed_out(limit: Limit) -> Reply {
             Reply::error(408, "request_timeout", "the request's header section did not come in time")
         }
         Limit::Body => Reply::error(408, "request_body_timeout", "the request's body did not come in time"),
+        Limit::Queue => Reply::error(504, "admission_queue_timeout", "no endpoint of the rule had room in time"),
         Limit::FirstByte => Reply::error(504, "first_byte_timeout", "the endpoint did not begin to answer in time"),
         Limit::Pause => Reply::error(504, "idle_timeout", "the endpoint did not go on in time"),
         Limit::Total => Reply::error(504, "total_timeout", "the request took longer than its rule allows"),

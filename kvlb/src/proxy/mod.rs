@@ -52,8 +52,8 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::sync::mpsc;
 
 pub use self::backplane::{
-    Addresses, Arrival, Backplane, Body, Call, ConnectFailure, Event, Haste, Phase, Request, Survey, Target, Terms,
-    Unseen,
+    Addresses, Arrival, Backplane, Body, Call, ConnectFailure, Event, Haste, Phase, Request, Standing, Survey, Target,
+    Terms, Unseen,
 };
 pub use self::buffer::Chunk;
 pub use self::http::{Fields, Framing, Head, Refusal, Reply};

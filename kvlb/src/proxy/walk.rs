@@ -1,13 +1,14 @@
 //! From endpoint to endpoint until one answers.
 
+use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::alarm::Limit;
 use super::answer::{Heard, HeardHead};
-use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Target, Terms};
-use super::client::{After, Client};
+use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Standing, Target, Terms};
+use super::client::{After, Client, Stop};
 use super::connect::Leg;
 use super::exchange::End;
 use super::http::{AnswerError, Reply};
@@ -187,6 +188,30 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         }
     }
 
+    /// Waits until one of the rule's endpoints has room for the request, where it may; else there is nobody.
+    async fn stand_in_line(&mut self, tried: &[usize]) -> Result<Option<TargetOf<P>>, End> {
+        loop {
+            let until = match self.call.standing(tried) {
+                Standing::Nobody => return Ok(None),
+                Standing::Refused(reply) => return Err(reply.into()),
+                Standing::Queued { until } => until,
+            };
+            self.client.phase.set(Phase::Queue);
+            self.client.alarm.set(sooner(Some((until, Limit::Queue)), self.total));
+            let (client, call) = (self.client, &mut self.call);
+            match client.watch(None, poll_fn(|cx| call.poll_turn(cx))).await {
+                Ok(()) => {}
+                Err(Stop::TimedOut(Limit::Queue)) => return Err(self.call.overdue().into()),
+                Err(stop) => return Err(stop.into()),
+            }
+            self.client.phase.set(Phase::Connect);
+            self.arm(None, Limit::Total);
+            if let Some(target) = self.choose(tried) {
+                return Ok(Some(target));
+            }
+        }
+    }
+
     /// Another endpoint for a request that one was too busy for.
     fn another(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
         let other = self.choose(tried)?;
@@ -314,10 +339,15 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     ) -> Result<Reached<B, P>, End> {
         self.client.phase.set(Phase::Connect);
         self.arm(None, Limit::Total);
-        let began = self.client.lane().now();
+        let mut began = self.client.lane().now();
         let (mut failed, mut ours) = (0, false);
         loop {
-            let next = next.take().or_else(|| self.choose(tried));
+            let mut next = next.take().or_else(|| self.choose(tried));
+            if next.is_none() {
+                // Boxed: hardly any request waits, and those that do have time.
+                next = Box::pin(self.stand_in_line(tried)).await?;
+                began = self.client.lane().now();
+            }
             let Some(target) = next else { return Err(nobody(failed, ours).into()) };
             if failed > 0 {
                 self.client.retried(Retry::Connect);

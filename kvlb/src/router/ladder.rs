@@ -368,7 +368,7 @@ fn shapes(named: &Result<Named, Miss>, block_size: BlockSize) -> Vec<PromptShape
 }
 
 /// Which roles may be asked first: where a rule has prefill endpoints, only those compute prompts.
-fn serving_role(rule: &Rule) -> impl Fn(Role) -> bool {
+pub fn serving_role(rule: &Rule) -> impl Fn(Role) -> bool {
     let split = rule.endpoints.iter().any(|endpoint| endpoint.role == Role::Prefill);
     move |role| if split { role == Role::Prefill } else { true }
 }

@@ -12,5 +12,5 @@ mod remembered;
 
 pub use caller::{Caller, Key, Text, Whose, prefix, told};
 pub use decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
-pub use ladder::{Named, NamedPrompt, Overlap, Service, Space, Step, View, name, route, tokens};
+pub use ladder::{Named, NamedPrompt, Overlap, Service, Space, Step, View, name, route, serving_role, tokens};
 pub use pick::{Lookup, Match, rank};

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::live::{EndpointId, Waiting};
+use super::live::{Backlog, EndpointId};
 use crate::contract::BlockHash;
 
 /// Locks over which first names are spread, so that data threads rarely meet.
@@ -86,7 +86,7 @@ struct Entry {
     endpoint: EndpointId,
     names: Arc<[BlockHash]>,
     /// The work that is done when they are announced.
-    work: Option<Arc<Waiting>>,
+    work: Option<Arc<Backlog>>,
     /// When it ends; none while its request is not answered.
     until: Option<Instant>,
 }
@@ -140,7 +140,7 @@ impl Expectations {
         self: &Arc<Self>,
         endpoint: EndpointId,
         names: impl Into<Arc<[BlockHash]>>,
-        work: Option<Arc<Waiting>>,
+        work: Option<Arc<Backlog>>,
         now: Instant,
     ) -> Option<Expectation> {
         let names: Arc<[BlockHash]> = names.into();

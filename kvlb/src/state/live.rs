@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use serde_json::Value;
 
+use super::admission::Permit;
 use super::breaker::Breaker;
+use super::vitals::Vitals;
 use crate::clock;
 use crate::fleet::{Admin, Condition, EngineFacts, Probe};
 
@@ -45,6 +47,8 @@ pub struct Meters {
     facts: ArcSwapOption<EngineFacts>,
     /// What the proxy has seen of it of late.
     pub breaker: Breaker,
+    /// What the engine says of its work.
+    pub vitals: Vitals,
 }
 
 impl Meters {
@@ -62,6 +66,7 @@ impl Meters {
             models: ArcSwap::default(),
             facts: ArcSwapOption::empty(),
             breaker: Breaker::new(clock::now()),
+            vitals: Vitals::default(),
         }
     }
 
@@ -76,9 +81,9 @@ impl Meters {
     }
 
     /// Counts tokens as yet to be computed there, until they are released.
-    pub fn await_tokens(self: &Arc<Self>, tokens: u64) -> Arc<Waiting> {
+    pub fn await_tokens(self: &Arc<Self>, tokens: u64) -> Arc<Backlog> {
         self.waiting_tokens.fetch_add(tokens, Ordering::Relaxed);
-        Arc::new(Waiting { meters: Arc::clone(self), tokens: AtomicU64::new(tokens) })
+        Arc::new(Backlog { meters: Arc::clone(self), tokens: AtomicU64::new(tokens) })
     }
 
     /// Requests sent there since the endpoint was added.
@@ -101,7 +106,7 @@ impl Meters {
         self.load.fetch_add(weight, Ordering::Relaxed);
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.last_chosen.store(turn, Ordering::Relaxed);
-        InFlight { meters: Arc::clone(self), weight, trial: false }
+        InFlight { meters: Arc::clone(self), weight, trial: false, permit: None }
     }
 
     /// When it was last chosen, as the rule's turn number.
@@ -168,6 +173,7 @@ pub struct InFlight {
     meters: Arc<Meters>,
     weight: u32,
     trial: bool,
+    permit: Option<Permit>,
 }
 
 impl InFlight {
@@ -175,6 +181,13 @@ impl InFlight {
     #[must_use]
     pub fn as_trial(mut self) -> Self {
         self.trial = true;
+        self
+    }
+
+    /// The request has one of the places that its rule's admission gives, until it ends.
+    #[must_use]
+    pub fn with_permit(mut self, permit: Permit) -> Self {
+        self.permit = Some(permit);
         self
     }
 }
@@ -192,12 +205,12 @@ impl Drop for InFlight {
 /// Tokens that an endpoint has yet to compute for one request: counted until the answer's first byte, the announcement of the
 /// prompt's blocks, or the request's end, whichever comes first.
 #[derive(Debug)]
-pub struct Waiting {
+pub struct Backlog {
     meters: Arc<Meters>,
     tokens: AtomicU64,
 }
 
-impl Waiting {
+impl Backlog {
     /// They are computed, or will not be.
     pub fn release(&self) {
         let tokens = self.tokens.swap(0, Ordering::Relaxed);
@@ -206,7 +219,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for Backlog {
     fn drop(&mut self) {
         self.release();
     }

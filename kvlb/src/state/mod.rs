@@ -3,6 +3,7 @@
 //! Every lock and atomic of kvlb lives here. Readers take a snapshot of the [`Table`] and keep it for one request;
 //! writers publish a new one. Locks are held for a look-up or an update in memory, never across I/O.
 
+mod admission;
 pub mod breaker;
 mod expect;
 pub mod index;
@@ -19,6 +20,7 @@ mod table;
 mod texts;
 mod tokenizers;
 mod trie;
+mod vitals;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -29,8 +31,9 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+pub use admission::{Admission, Line, NoWait, Permit, Place, Turn, Verdict, Waiting};
 pub use expect::{Expectation, Expectations};
-pub use live::{EndpointId, InFlight, ListedModel, Meters, Waiting};
+pub use live::{Backlog, EndpointId, InFlight, ListedModel, Meters};
 pub use pins::Pins;
 pub use retry::RetryBudget;
 pub use scrape::page;
@@ -39,6 +42,7 @@ pub use table::{Endpoint, Onlooker, STATUS_CLASSES, Service, Table, Unserved, Vi
 pub use texts::{Texts, TextsUse};
 pub use tokenizers::{Staged, Tokenizers, Wanted};
 pub use trie::{Trie, TrieUse};
+pub use vitals::{STALE_AFTER, ScrapeFailure, Vitals};
 
 use crate::clock;
 use crate::contract::{NoneSeed, Rehash};
@@ -95,6 +99,8 @@ pub struct State {
     pub tokenizers: Tokenizers,
     /// What prompts of late began with.
     pub texts: Texts,
+    /// How many requests endpoints may have, and who waits.
+    pub admission: Arc<Admission>,
     config: Config,
     table: ArcSwap<Table>,
     publishing: Mutex<()>,
@@ -114,6 +120,7 @@ impl State {
             metrics,
             tokenizers: Tokenizers::default(),
             texts: Texts::new(config.text_bytes, config.index_seed),
+            admission: Arc::default(),
             config,
             table: ArcSwap::default(),
             publishing: Mutex::new(()),
@@ -143,7 +150,9 @@ impl State {
         let publishing = self.publishing.lock();
         let before = self.table.load_full();
         let services = rules.iter().map(|rule| Arc::new(self.ready(rule, &before))).collect();
-        self.table.store(Arc::new(Table::new(services)));
+        let table = Arc::new(Table::new(services));
+        self.table.store(Arc::clone(&table));
+        self.admission.follow(&table);
         drop(publishing);
         self.rules_changed.send_modify(|version| *version += 1);
         self.conditions_changed();
@@ -174,6 +183,7 @@ impl State {
 
     /// Says that an endpoint's condition changed.
     pub fn conditions_changed(&self) {
+        self.admission.look_again();
         self.conditions_changed.send_modify(|version| *version += 1);
     }
 
@@ -237,6 +247,7 @@ impl State {
             classes: Default::default(),
             tiers: Default::default(),
             failures: Failures::default(),
+            line: old.map_or_else(Arc::default, |old| Arc::clone(&old.line)),
             retries: old.map_or_else(|| Arc::new(RetryBudget::new(clock::now())), |old| Arc::clone(&old.retries)),
         }
     }
@@ -261,7 +272,8 @@ impl State {
             let kept = kept.and_then(find).filter(same_ports).and_then(|old| old.kv);
             kept.unwrap_or_else(|| Arc::new(kv::EndpointKv::new(Arc::clone(index), &self.naming(rule))))
         });
-        let endpoint = Endpoint { spec: spec.clone(), meters, kv };
+        let place = self.admission.place(&spec.key);
+        let endpoint = Endpoint { spec: spec.clone(), meters, kv, place };
         if let Some(address) = endpoint.literal_address() {
             endpoint.meters.set_addresses(vec![address]);
         }

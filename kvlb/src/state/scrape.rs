@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use prometheus::IntCounterVec;
 use prometheus::core::Collector as _;
 use prometheus::proto::MetricFamily;
+use prometheus::{IntCounterVec, IntGaugeVec};
 
 use super::kv::EndpointKv;
+use super::vitals::Vitals;
 use super::{Endpoint, Service, State, Table};
 use crate::clock;
 use crate::contract::attest::Contract;
@@ -43,6 +44,9 @@ fn set(state: &State) {
     for service in table.services() {
         metrics.breaker_panic.with_label_values(&[service.rule().id.to_string().as_str()]);
         show_pins(metrics, service);
+        if service.rule().admission.is_some() {
+            show_admission(metrics, service);
+        }
         for (position, endpoint) in service.endpoints.iter().enumerate() {
             show(metrics, service, position, endpoint);
         }
@@ -61,6 +65,8 @@ fn forget(metrics: &Metrics) {
     }
     metrics.session_evictions.reset();
     metrics.trie_evictions.reset();
+    forget_engines(metrics);
+    forget_admission(metrics);
     metrics.contract.reset();
     metrics.keying.reset();
     metrics.orphans.reset();
@@ -74,6 +80,32 @@ fn forget(metrics: &Metrics) {
     {
         family.reset();
     }
+}
+
+fn forget_engines(metrics: &Metrics) {
+    for family in [&metrics.engine_waiting, &metrics.engine_running, &metrics.engine_blocks, &metrics.engine_missing] {
+        family.reset();
+    }
+    metrics.engine_kv_usage.reset();
+    metrics.engine_age_seconds.reset();
+    metrics.engine_first_token_seconds.reset();
+    for family in [
+        &metrics.engine_prompt_tokens,
+        &metrics.engine_generated_tokens,
+        &metrics.engine_first_tokens,
+        &metrics.engine_scrape_failures,
+    ] {
+        family.reset();
+    }
+}
+
+fn forget_admission(metrics: &Metrics) {
+    for family in [&metrics.admission_inflight, &metrics.admission_queued, &metrics.admission_endpoint_inflight] {
+        family.reset();
+    }
+    metrics.admission_decisions.reset();
+    metrics.admission_waits.reset();
+    metrics.admission_wait_seconds.reset();
 }
 
 /// Requests are counted as they end, which may be after their rule went: its series go here.
@@ -125,9 +157,64 @@ fn show(metrics: &Metrics, service: &Service, position: usize, endpoint: &Endpoi
     let labels = [rule.as_str(), ep_idx.as_str()];
     metrics.endpoint_load.with_label_values(&labels).set(endpoint.meters.load().into());
     metrics.endpoint_eligible.with_label_values(&labels).set(endpoint.condition().eligible().into());
+    show_engine(metrics, labels, &endpoint.meters.vitals);
     if let Some(kv) = &endpoint.kv {
         metrics.hits.with_label_values(&[ep_idx.as_str()]);
         show_kv(metrics, labels, &endpoint.spec.key.to_string(), kv);
+    }
+}
+
+fn show_admission(metrics: &Metrics, service: &Service) {
+    let (rule, line) = (service.rule().id.to_string(), &service.line);
+    for (verdict, count) in line.verdicts() {
+        metrics.admission_decisions.with_label_values(&[rule.as_str(), verdict.label()]).inc_by(count);
+    }
+    let of_rule = [rule.as_str()];
+    metrics.admission_inflight.with_label_values(&of_rule).set(line.held().into());
+    metrics.admission_queued.with_label_values(&of_rule).set(line.queued().into());
+    let (waits, time) = line.waits();
+    metrics.admission_waits.with_label_values(&of_rule).inc_by(waits);
+    metrics.admission_wait_seconds.with_label_values(&of_rule).inc_by(time.as_secs_f64());
+    for (position, endpoint) in service.endpoints.iter().enumerate() {
+        let labels = [rule.as_str(), &position.to_string()];
+        metrics.admission_endpoint_inflight.with_label_values(&labels).set(endpoint.place.held().into());
+    }
+}
+
+/// What is not known has no series, which is not the same as zero.
+fn show_engine(metrics: &Metrics, labels: [&str; 2], vitals: &Vitals) {
+    for (why, count) in vitals.failures().filter(|(_, count)| *count > 0) {
+        metrics.engine_scrape_failures.with_label_values(&[labels[0], labels[1], why.label()]).inc_by(count);
+    }
+    let now = clock::now();
+    let Some(last) = vitals.last() else { return };
+    let age = now.saturating_duration_since(last.0);
+    metrics.engine_age_seconds.with_label_values(&labels).set(age.as_secs_f64());
+    let Some(fresh) = vitals.fresh(now) else { return };
+    let said = &fresh.1;
+    let missing = i64::try_from(said.missing().count()).unwrap_or(i64::MAX);
+    metrics.engine_missing.with_label_values(&labels).set(missing);
+    let gauge = |family: &IntGaugeVec, value: Option<i64>| {
+        if let Some(value) = value {
+            family.with_label_values(&labels).set(value);
+        }
+    };
+    gauge(&metrics.engine_waiting, said.waiting.map(i64::from));
+    gauge(&metrics.engine_running, said.running.map(i64::from));
+    gauge(&metrics.engine_blocks, said.blocks.map(|blocks| i64::try_from(blocks).unwrap_or(i64::MAX)));
+    if let Some(usage) = said.kv_usage {
+        metrics.engine_kv_usage.with_label_values(&labels).set(usage);
+    }
+    let counter = |family: &IntCounterVec, value: Option<u64>| {
+        if let Some(value) = value {
+            family.with_label_values(&labels).inc_by(value);
+        }
+    };
+    counter(&metrics.engine_prompt_tokens, said.prompt_tokens);
+    counter(&metrics.engine_generated_tokens, said.generated_tokens);
+    counter(&metrics.engine_first_tokens, said.first_token.map(|first| first.count));
+    if let Some(first) = said.first_token {
+        metrics.engine_first_token_seconds.with_label_values(&labels).inc_by(first.seconds);
     }
 }
 

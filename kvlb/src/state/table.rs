@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use hashbrown::HashMap;
 use prometheus::core::{AtomicU64 as CounterCell, GenericCounter};
 
+use super::admission::{Line, Place};
 use super::breaker::Failures;
 use super::expect::Expectations;
 use super::index::Index;
@@ -16,7 +17,7 @@ use super::pins::Pins;
 use super::retry::RetryBudget;
 use crate::clock;
 use crate::contract::{KeySpace, Lora};
-use crate::fleet::{self, Admin, Condition, ExactMode, Role, Rule, RuleId};
+use crate::fleet::{self, Admin, AdmissionRule, Condition, ExactMode, Role, Rule, RuleId};
 use crate::policy::Candidate;
 use crate::router::{self, Key, Lookup, Named, Overlap, Space, Tier, View};
 
@@ -43,6 +44,8 @@ pub struct Service {
     pub index: Arc<Index>,
     /// How many of the rule's requests may be sent once more.
     pub retries: Arc<RetryBudget>,
+    /// Its requests at the gate, where it has admission.
+    pub line: Arc<Line>,
     /// Requests that failed of late.
     pub failures: Failures,
     /// Blocks that requests under way bring to their endpoints.
@@ -80,6 +83,8 @@ pub struct Endpoint {
     pub meters: Arc<Meters>,
     /// The mirror of its cache; `None` where the rule does not subscribe it.
     pub kv: Option<Arc<EndpointKv>>,
+    /// How many requests it has at a time, of all rules with admission.
+    pub place: Arc<Place>,
 }
 
 /// Why no rule serves a request.
@@ -202,6 +207,26 @@ impl Service {
         self.endpoints.iter().position(|endpoint| endpoint.meters.id == id)
     }
 
+    /// Which endpoints may be asked, by their condition and the rule's.
+    fn may_be_asked(&self) -> impl Fn(&Endpoint) -> bool {
+        // Switched off, what opened before no longer counts either.
+        let ignored = self.rule().breaker.is_none() || self.breakers_are_ignored();
+        let up = !self.rule().admin_down;
+        move |endpoint: &Endpoint| {
+            let condition = endpoint.condition();
+            up && (condition.eligible() || ignored && condition.in_service()) && !endpoint.meters.addresses().is_empty()
+        }
+    }
+
+    /// Positions of the endpoints that a request may be sent to, but for those `tried`.
+    pub fn askable(&self, tried: &[usize]) -> impl Iterator<Item = usize> {
+        let (may_be_asked, serves) = (self.may_be_asked(), router::serving_role(self.rule()));
+        let askable = move |(position, endpoint): &(usize, &Endpoint)| {
+            serves(endpoint.spec.role) && !tried.contains(position) && may_be_asked(endpoint)
+        };
+        self.endpoints.iter().enumerate().filter(askable).map(|(position, _)| position)
+    }
+
     /// The next number of a choice, hit or miss.
     pub fn next_choice(&self) -> u64 {
         self.choices.fetch_add(1, Ordering::Relaxed) + 1
@@ -294,6 +319,11 @@ impl Endpoint {
         self.kv.as_ref()?.label().num_gpu_blocks.filter(|blocks| *blocks > 0)
     }
 
+    /// Whether it has as many requests as a rule allows.
+    pub fn is_at_bound(&self, rule: &AdmissionRule) -> bool {
+        self.place.held() >= rule.endpoint_max(self.spec.role)
+    }
+
     /// Where to connect; empty while its name has not been resolved.
     pub fn addresses(&self) -> Arc<Vec<SocketAddr>> {
         self.meters.addresses()
@@ -311,20 +341,16 @@ impl View for Service {
         // Sizes are comparable only where every engine has told its own.
         let sizes: Option<Vec<u64>> = self.endpoints.iter().map(Endpoint::gpu_blocks).collect();
         let weight = |endpoint: &Endpoint| u64::from(endpoint.spec.weight.max(1));
-        // Switched off, what opened before no longer counts either.
-        let ignored = self.rule().breaker.is_none() || self.breakers_are_ignored();
-        let may_be_asked = |endpoint: &Endpoint| {
-            let condition = endpoint.condition();
-            condition.eligible() || ignored && condition.in_service()
-        };
+        let may_be_asked = self.may_be_asked();
         let candidate = |(position, endpoint): (usize, &Endpoint)| Candidate {
             endpoint: position,
-            eligible: !self.rule().admin_down && may_be_asked(endpoint) && !endpoint.meters.addresses().is_empty(),
+            eligible: may_be_asked(endpoint),
             load: endpoint.meters.load(),
             capacity: sizes.as_ref().map_or(1, |sizes| sizes[position]).saturating_mul(weight(endpoint)),
             weight: endpoint.spec.weight.max(1).into(),
             waiting_tokens: endpoint.meters.waiting_tokens(),
             last_chosen: endpoint.meters.last_chosen(),
+            queued: endpoint.meters.vitals.queued(),
             ..Candidate::default()
         };
         self.endpoints.iter().enumerate().map(candidate).collect()

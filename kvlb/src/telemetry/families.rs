@@ -1,8 +1,8 @@
 //! The families, as a table.
 
 use prometheus::{
-    Encoder, GaugeVec, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
-    TextEncoder,
+    CounterVec, Encoder, GaugeVec, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder,
 };
 
 /// Seconds: decisions take microseconds when warm and milliseconds when cold.
@@ -45,12 +45,14 @@ macro_rules! families {
     (@type gauge) => { IntGauge };
     (@type gauges) => { IntGaugeVec };
     (@type floats) => { GaugeVec };
+    (@type seconds) => { CounterVec };
     (@type histograms) => { HistogramVec };
     (@new counter, $name:expr, $help:expr, []) => { IntCounter::with_opts(Opts::new($name, $help)) };
     (@new counters, $name:expr, $help:expr, [$($label:literal),*]) => { IntCounterVec::new(Opts::new($name, $help), &[$($label),*]) };
     (@new gauge, $name:expr, $help:expr, []) => { IntGauge::with_opts(Opts::new($name, $help)) };
     (@new gauges, $name:expr, $help:expr, [$($label:literal),*]) => { IntGaugeVec::new(Opts::new($name, $help), &[$($label),*]) };
     (@new floats, $name:expr, $help:expr, [$($label:literal),*]) => { GaugeVec::new(Opts::new($name, $help), &[$($label),*]) };
+    (@new seconds, $name:expr, $help:expr, [$($label:literal),*]) => { CounterVec::new(Opts::new($name, $help), &[$($label),*]) };
     (@new histograms, $name:expr, $help:expr, [$($label:literal),*], $buckets:expr) => {
         HistogramVec::new(HistogramOpts::new($name, $help).buckets($buckets.to_vec()), &[$($label),*])
     };
@@ -184,6 +186,44 @@ families! {
     orphans: counters("kvlb_rehash_orphans_total", ["service", "ep_idx"]);
     /// What happened on an endpoint's event stream.
     event_stream: counters("kvlb_event_stream_total", ["service", "ep_idx", "what"]);
+
+    // Admission, of rules that have it.
+    /// What became of requests at the gate, by rule: admitted, made to wait, refused, given up.
+    admission_decisions: counters("kvlb_admission_decisions_total", ["service", "reason"]);
+    /// Requests of a rule that are at endpoints.
+    admission_inflight: gauges("kvlb_admission_inflight", ["service"]);
+    /// Requests of a rule that wait for a place.
+    admission_queued: gauges("kvlb_admission_queued", ["service"]);
+    /// Requests at an endpoint, of all rules with admission.
+    admission_endpoint_inflight: gauges("kvlb_admission_endpoint_inflight", ["service", "ep_idx"]);
+    /// Waits that ended at an endpoint.
+    admission_waits: counters("kvlb_admission_waits_total", ["service"]);
+    /// Seconds that they took, in all.
+    admission_wait_seconds: seconds("kvlb_admission_wait_seconds_total", ["service"]);
+
+    // What engines say of their work; a series is absent while it is not known.
+    /// Requests in an engine's own queue.
+    engine_waiting: gauges("kvlb_engine_requests_waiting", ["service", "ep_idx"]);
+    /// Requests that an engine works on.
+    engine_running: gauges("kvlb_engine_requests_running", ["service", "ep_idx"]);
+    /// The share of an engine's KV cache in use, of its fullest rank.
+    engine_kv_usage: floats("kvlb_engine_kv_cache_usage_ratio", ["service", "ep_idx"]);
+    /// KV blocks of an engine's cache, over all its ranks.
+    engine_blocks: gauges("kvlb_engine_kv_cache_blocks", ["service", "ep_idx"]);
+    /// Tokens of prompts that an engine took.
+    engine_prompt_tokens: counters("kvlb_engine_prompt_tokens_total", ["service", "ep_idx"]);
+    /// Tokens that an engine made.
+    engine_generated_tokens: counters("kvlb_engine_generation_tokens_total", ["service", "ep_idx"]);
+    /// Answers of an engine that began.
+    engine_first_tokens: counters("kvlb_engine_first_tokens_total", ["service", "ep_idx"]);
+    /// Seconds until they did, in all.
+    engine_first_token_seconds: seconds("kvlb_engine_first_token_seconds_total", ["service", "ep_idx"]);
+    /// Seconds since an engine's metrics were read.
+    engine_age_seconds: floats("kvlb_engine_scrape_age_seconds", ["service", "ep_idx"]);
+    /// Families that an engine should show and does not.
+    engine_missing: gauges("kvlb_engine_missing_families", ["service", "ep_idx"]);
+    /// Looks at an engine's metrics that came to nothing, by cause.
+    engine_scrape_failures: counters("kvlb_engine_scrape_failures_total", ["service", "ep_idx", "reason"]);
 
     // Kernel side.
     /// Connections that the kernel steered to a data thread, by VIP.

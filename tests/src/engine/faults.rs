@@ -52,6 +52,10 @@ pub struct FaultPlan {
     pub health_status: Option<u16>,
     /// Time `/health` takes, in milliseconds, instead of the configured one.
     pub health_delay_ms: Option<u64>,
+    /// Time `/metrics` takes, in milliseconds.
+    pub metrics_delay_ms: u64,
+    /// Families that `/metrics` does not show.
+    pub metrics_without: Vec<String>,
     /// Idle time after which a connection is closed, in milliseconds, instead of the configured one.
     pub keep_alive_ms: Option<u64>,
     /// The model computes nothing; requests wait.
@@ -81,6 +85,8 @@ impl Default for FaultPlan {
             status_fraction: 1.0,
             health_status: None,
             health_delay_ms: None,
+            metrics_delay_ms: 0,
+            metrics_without: Vec::new(),
             keep_alive_ms: None,
             pause: false,
             reported_cached_share: None,

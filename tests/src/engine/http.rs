@@ -127,7 +127,11 @@ impl Visit {
             ("GET", "/version") => reply(200, &json!({"version": life.config.version.to_string()})),
             ("GET", "/load") => reply(200, &json!({"server_load": life.running()})),
             ("GET", "/v1/models") => reply(200, &answers::models(&life.config, created())),
-            ("GET", "/metrics") => life.metrics(),
+            ("GET", "/metrics") => {
+                let delay = life.faults.plan().metrics_delay_ms;
+                tokio::time::sleep(Duration::from_millis(delay)).await;
+                life.metrics()
+            }
             ("GET", "/kv_event_sources") if life.config.version.lists_event_sources() => {
                 reply(200, &life.event_sources())
             }
@@ -358,7 +362,10 @@ impl Life {
 
     fn metrics(&self) -> Reply {
         let http = self.answered.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let text = metrics::render(&self.config, &self.ranks(), self.started, &http);
+        let mut text = metrics::render(&self.config, &self.ranks(), self.started, &http);
+        for family in self.faults.plan().metrics_without {
+            text = text.split_inclusive('\n').filter(|line| !line.starts_with(&family)).collect();
+        }
         let mut reply = Response::new(Answered::Whole(Full::from(text)));
         let kind = HeaderValue::from_static("text/plain; version=1.0.0; charset=utf-8");
         reply.headers_mut().insert(CONTENT_TYPE, kind);

@@ -49,6 +49,10 @@ pub struct Counters {
     pub seen: u64,
     /// Being served.
     pub running: u64,
+    /// POSTs being served.
+    pub posts: u64,
+    /// As many of them at a time at most.
+    pub posts_peak: u64,
     /// Answered to the end.
     pub finished: u64,
     /// Left by their client, or cut off.
@@ -80,6 +84,9 @@ impl Journal {
         let id = inner.counters.seen;
         inner.counters.seen += 1;
         inner.counters.running += 1;
+        let is_post = method == "POST";
+        inner.counters.posts += u64::from(is_post);
+        inner.counters.posts_peak = inner.counters.posts_peak.max(inner.counters.posts);
         if inner.requests.len() == REQUESTS_MAX {
             inner.requests.pop_front();
         }
@@ -99,7 +106,7 @@ impl Journal {
             finished: false,
         });
         drop(inner);
-        Tracked { journal: Arc::clone(self), id, finished: false }
+        Tracked { journal: Arc::clone(self), id, is_post, finished: false }
     }
 
     pub(super) fn counters(&self) -> Counters {
@@ -135,6 +142,7 @@ impl Journal {
 pub(super) struct Tracked {
     journal: Arc<Journal>,
     id: u64,
+    is_post: bool,
     finished: bool,
 }
 
@@ -164,6 +172,7 @@ impl Drop for Tracked {
         self.journal.change(self.id, |seen| (seen.finished, seen.aborted) = (finished, !finished));
         let mut inner = self.journal.inner();
         inner.counters.running -= 1;
+        inner.counters.posts -= u64::from(self.is_post);
         *(if finished { &mut inner.counters.finished } else { &mut inner.counters.aborted }) += 1;
     }
 }

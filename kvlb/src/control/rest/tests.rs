@@ -27,7 +27,7 @@ impl Live for Fixed {
             blocks: 3,
             ..KvView::default()
         });
-        (rule.0 < 100).then_some(EndpointView { state: "active", requests: 7, bytes: 9, load: 1, kv })
+        (rule.0 < 100).then_some(EndpointView { state: "active", requests: 7, bytes: 9, load: 1, kv, telemetry: None })
     }
 
     fn inventory(&self, _: RuleId, position: usize) -> Option<Inventory> {

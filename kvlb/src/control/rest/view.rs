@@ -28,6 +28,9 @@ fn rule(entry: &Entry, live: &dyn Live) -> Value {
             if let Some(blend) = live.blend(rule.id) {
                 shown.insert("kvBlend".to_owned(), json!(blend));
             }
+            if let (Some(admission), Some(service)) = (live.admission(rule.id), shown.get_mut("serviceArguments")) {
+                service["fc_effective"] = json!(admission);
+            }
             let mut notes: Vec<String> = wire::notes(rule).into_iter().map(Into::into).collect();
             if entry.volatile {
                 notes.push("made of --listen and --endpoint: not kept over restarts, unless it is posted".to_owned());
@@ -52,6 +55,9 @@ fn add_live(row: &mut Value, rule: &Rule, position: usize, live: &dyn Live) {
     row.insert("counter".to_owned(), format!("{}:{}", view.requests, view.bytes).into());
     if let Some(kv) = view.kv {
         row.insert("kvStatus".to_owned(), json!(kv));
+    }
+    if let Some(telemetry) = view.telemetry {
+        row.insert("telemetry".to_owned(), json!(telemetry));
     }
 }
 
@@ -101,7 +107,11 @@ pub(super) fn hosts(entries: &[Arc<Entry>], live: &dyn Live) -> Vec<Value> {
     for rule in entries.iter().filter_map(|entry| entry.rule.as_ref().ok()) {
         for (position, endpoint) in rule.endpoints.iter().enumerate() {
             let view = live.endpoint(rule.id, position).unwrap_or_default();
-            shown.push(host(rule, position, endpoint, view.state));
+            let mut host = host(rule, position, endpoint, view.state);
+            if let Some(telemetry) = view.telemetry {
+                host["telemetry"] = json!(telemetry);
+            }
+            shown.push(host);
         }
     }
     shown

@@ -475,7 +475,9 @@ fn what_loxilb_has_and_kvlb_has_not_are_refused_by_name() {
         (service(json!({"backend_protocol": "http2"})), "not_supported", "HTTP/1.1"),
         (service(json!({"connectionLimit": 5})), "not_supported_yet", "connectionLimit 5"),
         (service(json!({"mtls_frontend": {"client_cert_mode": "required"}})), "not_supported_yet", "TLS"),
-        (service(json!({"fc_mode": "enforce"})), "not_supported_yet", "admission"),
+        (service(json!({"fc_adaptive": "on"})), "not_supported_yet", "admission"),
+        (service(json!({"fc_mode": "strict"})), "bad_value", "fc_mode"),
+        (service(json!({"fc_mode": "enforce", "fc_max_queue_depth": 4})), "contradiction", "fc_max_queue_wait_ms"),
         (pool(json!({}), json!({"secondaryIPs": [{"secondaryIP": "1.1.1.1"}]})), "not_supported", "SCTP"),
         (
             pool(json!({}), json!({"allowedSources": [{"prefix": "10.0.0.0/33"}]})),

@@ -78,7 +78,9 @@ const DAY_SECONDS: Kind = Whole(0, 86_400);
 const DAY_MILLIS: Kind = Whole(0, 86_400_000);
 const COUNT: Kind = Whole(0, u32::MAX as i64);
 const TLS: &str = "TLS is not served; put a TLS terminator in front";
-const ADMISSION: &str = "admission control is not served";
+const ADMISSION: &str = "admission goes by fixed bounds";
+/// LoxiLB's range.
+const CEILING: Kind = Whole(0, 100_000);
 const PREFIX_RING: &str = "sel 8 and 10 hash the first 512 bytes of the prompt, and need no ring";
 const ONE_PROBE: &str = "an endpoint's own probe is set with its \"probe\", or POST /config/endpoint";
 
@@ -269,19 +271,32 @@ pub(crate) const SERVICE: &[Field] = &[
     not_yet("hsts_preload", Any, TLS),
     not_yet("mtls_frontend", Any, TLS),
     not_yet("mtls_backend", Any, TLS),
-    neutral(not_yet("fc_mode", Text, ADMISSION), "\"off\""),
-    not_yet("fc_max_outstanding", Any, ADMISSION),
-    not_yet("fc_ep_max_inflight", Any, ADMISSION),
-    not_yet("fc_prefill_max_inflight", Any, ADMISSION),
-    not_yet("fc_decode_max_inflight", Any, ADMISSION),
-    not_yet("fc_max_queue_depth", Any, ADMISSION),
-    not_yet("fc_max_queue_wait_ms", Any, ADMISSION),
+    served(
+        "fc_mode",
+        Text,
+        "off (default), observe: count what would wait or be refused, enforce: let it wait, or refuse it",
+    ),
+    served("fc_max_outstanding", CEILING, "requests at all of the rule's endpoints together; 0: no bound"),
+    served("fc_ep_max_inflight", CEILING, "requests at one endpoint, of all rules with admission; 0: no bound"),
+    served("fc_prefill_max_inflight", CEILING, "the same at a prefill endpoint"),
+    stored("fc_decode_max_inflight", CEILING, "the same at a decode endpoint; decode legs are not served yet"),
+    served(
+        "fc_max_queue_depth",
+        Whole(0, 65_536),
+        "requests that may wait for a place; more are refused with 429; 0: none waits",
+    ),
+    served(
+        "fc_max_queue_wait_ms",
+        Whole(0, 3_600_000),
+        "milliseconds that a request may wait before it gets 504; must be there where requests may wait",
+    ),
+    field("fc_effective", Any, Part::ReadOnly, "what is in force, and how many are in flight and wait"),
     not_yet("fc_adaptive", Any, ADMISSION),
     not_yet("fc_warmup_ms", Any, ADMISSION),
     not_yet("fc_ttft_target_ms", Any, ADMISSION),
-    not_yet("fc_tenant_max_share_pct", Any, ADMISSION),
-    not_yet("fc_telemetry_stale_ms", Any, ADMISSION),
-    not_yet("fc_expose_headers", Any, ADMISSION),
+    not_yet("fc_tenant_max_share_pct", Any, "kvlb knows no tenants"),
+    not_yet("fc_telemetry_stale_ms", Any, "what engines say is known for 30 s"),
+    not_yet("fc_expose_headers", Any, "decisionHeaders adds them"),
 ];
 
 /// The members of one of `endpoints`.
@@ -311,6 +326,7 @@ pub(crate) const ENDPOINT: &[Field] = &[
     ),
     field("counter", Any, Part::ReadOnly, "requests:bytes"),
     field("kvStatus", Any, Part::ReadOnly, "the state of its block inventory and contract"),
+    field("telemetry", Any, Part::ReadOnly, "what its engine says of its work"),
 ];
 
 /// The members of an endpoint's `probe`; they mean what they mean in the rule.

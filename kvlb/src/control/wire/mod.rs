@@ -96,6 +96,26 @@ pub(crate) struct ServiceArguments {
     pub(crate) cb_answer_failures: Option<u32>,
     pub(crate) cb_open_sec: Option<u32>,
     pub(crate) chwbl_mean_load_factor: Option<u32>,
+    #[serde(flatten)]
+    pub(crate) admission: AdmissionArguments,
+}
+
+/// The `fc_*` fields of `serviceArguments`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct AdmissionArguments {
+    #[serde(rename = "fc_mode")]
+    pub(crate) mode: Option<String>,
+    #[serde(rename = "fc_max_outstanding")]
+    pub(crate) max_outstanding: Option<u32>,
+    #[serde(rename = "fc_ep_max_inflight")]
+    pub(crate) ep_max_inflight: Option<u32>,
+    #[serde(rename = "fc_prefill_max_inflight")]
+    pub(crate) prefill_max_inflight: Option<u32>,
+    #[serde(rename = "fc_max_queue_depth")]
+    pub(crate) max_queue_depth: Option<u32>,
+    #[serde(rename = "fc_max_queue_wait_ms")]
+    pub(crate) max_queue_wait_ms: Option<u32>,
 }
 
 /// The KV fields of `serviceArguments`.

@@ -5,9 +5,13 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use super::fields::shown;
-use super::{Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, endpoint, kv, pinning};
+use super::{
+    AdmissionArguments, Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, endpoint, kv, pinning,
+};
 use crate::control::Problem;
-use crate::fleet::{BreakerRule, ExactMode, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector};
+use crate::fleet::{
+    AdmissionMode, AdmissionRule, BreakerRule, ExactMode, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector,
+};
 
 /// LoxiLB's number of the full proxy.
 pub(crate) const FULLPROXY: i64 = 4;
@@ -48,6 +52,7 @@ impl TryFrom<(RuleId, &Body)> for Rule {
             hash_load_factor: hash_load_factor(args)?,
             limits: limits(args)?,
             breaker: breaker(args),
+            admission: admission(&args.admission)?,
             admin_down: args.admin_state_up == Some(false),
         })
     }
@@ -277,6 +282,38 @@ fn breaker(args: &ServiceArguments) -> Option<BreakerRule> {
         answers: args.cb_answer_failures.unwrap_or(default.answers),
         open: args.cb_open_sec.map_or(default.open, |seconds| Duration::from_secs(seconds.into())),
     })
+}
+
+/// Zero is LoxiLB's word for "no bound", and for "nobody waits".
+fn admission(args: &AdmissionArguments) -> Result<Option<AdmissionRule>, Problem> {
+    let mode = match args.mode.as_deref() {
+        // What a rule inherits is off: there is no process default.
+        None | Some("" | "off" | "inherit") => None,
+        Some("observe") => Some(AdmissionMode::Observe),
+        Some("enforce") => Some(AdmissionMode::Enforce),
+        Some(other) => {
+            return Err(Problem::BadValue {
+                field: "fc_mode".to_owned(),
+                value: format!("{:?}", shown(other)),
+                expected: "use off, observe or enforce".to_owned(),
+            });
+        }
+    };
+    let number = |number: Option<u32>| number.filter(|number| *number != 0);
+    let (depth, wait) = (args.max_queue_depth.unwrap_or(0), number(args.max_queue_wait_ms));
+    if depth > 0 && wait.is_none() {
+        return Err(Problem::Contradiction(
+            "fc_max_queue_depth lets requests wait: say with fc_max_queue_wait_ms for how long".to_owned(),
+        ));
+    }
+    Ok(mode.map(|mode| AdmissionRule {
+        mode,
+        outstanding: number(args.max_outstanding),
+        normal: number(args.ep_max_inflight),
+        prefill: number(args.prefill_max_inflight),
+        queue_depth: depth,
+        queue_wait: Duration::from_millis(wait.unwrap_or(0).into()),
+    }))
 }
 
 fn client_half_close(args: &ServiceArguments) -> Result<bool, Problem> {

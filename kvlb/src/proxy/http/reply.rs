@@ -25,6 +25,13 @@ impl Reply {
         }
     }
 
+    /// The same with another field.
+    #[must_use]
+    pub fn with_field(mut self, name: &str, value: impl std::fmt::Display) -> Self {
+        self.extra.extend([format!("{name}: {value}\r\n")]);
+        self
+    }
+
     /// A JSON document.
     pub fn json(body: Vec<u8>) -> Self {
         Self { status: 200, code: "", content_type: "application/json", extra: String::new(), body }

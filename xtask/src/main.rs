@@ -12,6 +12,7 @@ mod ebpf;
 mod fuzz;
 mod run;
 mod setup;
+mod sim;
 mod test;
 
 use std::process::ExitCode;
@@ -42,6 +43,8 @@ enum Chore {
     Fuzz(fuzz::Args),
     /// Install what building the kernel programs or running the network tests needs and this machine lacks
     Setup(setup::Args),
+    /// Run kvlb's router and policy, and models of others, against modelled engines in virtual time
+    Sim(sim::Args),
     /// Set up and run every check and test
     Test(test::Args),
 }
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Chore::Demo(args) => demo::run(&args),
         Chore::Fuzz(args) => fuzz::run(&args),
         Chore::Setup(args) => setup::run(&args),
+        Chore::Sim(args) => sim::run(&args),
         Chore::Test(args) => test::run(&args),
     };
     match outcome {

@@ -70,7 +70,9 @@ impl Entry {
     pub(super) fn plan(&self, workload: &Workload) -> Plan {
         let mut plan = (self.make)(workload);
         if workload.restarts {
-            plan.changes.extend((0..workload.engines).flat_map(|at| death(at, workload.length() / 2, Duration::from_millis(100))));
+            plan.changes.extend(
+                (0..workload.engines).flat_map(|at| death(at, workload.length() / 2, Duration::from_millis(100))),
+            );
         }
         plan
     }
@@ -159,7 +161,11 @@ pub(super) fn random(seed: u64, workload: &Workload) -> Plan {
     for _ in 0..chance.below(4) {
         let (endpoint, at) = (chance.below(workload.engines), within(&mut chance));
         match chance.below(4) {
-            0 => plan.changes.extend(death(endpoint, at, Duration::from_millis(200 + 1000 * u64::from(small(chance.below(3)))))),
+            0 => plan.changes.extend(death(
+                endpoint,
+                at,
+                Duration::from_millis(200 + 1000 * u64::from(small(chance.below(3)))),
+            )),
             1 => plan.changes.push((at, endpoint, Change::Slows(1.0 + float(chance.below(8))))),
             2 => {
                 plan.changes.push((at, endpoint, Change::Drains));

@@ -76,11 +76,6 @@ impl Mirror {
         Ok(mirror)
     }
 
-    /// Endpoints.
-    pub(super) fn endpoints(&self) -> usize {
-        self.weights.len()
-    }
-
     /// Gives an endpoint another weight, or adds one; 0 drains it.
     ///
     /// # Errors
@@ -119,7 +114,9 @@ impl Mirror {
 
     /// A batch arrives, after a replay of `missed` where batches before it were lost and can be had again.
     pub(super) fn told(&mut self, told: &Told, missed: &[Told], now: Duration) {
-        let Some(kv) = self.service.endpoints.get(told.endpoint).and_then(|endpoint| endpoint.kv.as_ref()) else { return };
+        let Some(kv) = self.service.endpoints.get(told.endpoint).and_then(|endpoint| endpoint.kv.as_ref()) else {
+            return;
+        };
         let (feed, at) = (kv.feed(0), self.at(now));
         let cursor = &mut self.followers[told.endpoint];
         match cursor.peek(EventSeq(told.seq)) {
@@ -182,8 +179,7 @@ impl Mirror {
         let full = ((ask.tokens / self.block_size) as usize).min(ask.names.len());
         let names: &[BlockHash] = &ask.names[..full];
         let is_there = depth as usize >= names.len();
-        let expectation =
-            (!is_there).then(|| self.service.expectations.add(meters.id, names, self.at(now))).flatten();
+        let expectation = (!is_there).then(|| self.service.expectations.add(meters.id, names, self.at(now))).flatten();
         Some(Errand { _guard: guard, expectation })
     }
 

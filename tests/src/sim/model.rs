@@ -148,11 +148,6 @@ impl Engine {
         self.preempted
     }
 
-    /// Requests that are not done.
-    pub(super) fn load(&self) -> usize {
-        self.waiting.len() + self.running.len()
-    }
-
     /// Blocks whose names can be found.
     pub(super) fn named(&self) -> usize {
         self.pool.named()
@@ -315,8 +310,8 @@ impl Engine {
         Step { outcomes, events: std::mem::take(&mut self.events) }
     }
 
-    /// All requests that are not done, as when the engine dies.
-    pub(super) fn abandon(&mut self) -> Vec<usize> {
+    /// All requests that are not done.
+    pub(super) fn unfinished(&self) -> Vec<usize> {
         self.waiting.iter().chain(&self.running).map(|sequence| sequence.number).collect()
     }
 }
@@ -369,7 +364,7 @@ mod tests {
         assert_eq!(second.outcomes, [(7, Outcome::First)]);
         let (takes, third) = step(&mut engine);
         assert_eq!((takes, third.outcomes), (10, vec![(7, Outcome::Done)]));
-        assert_eq!((engine.begin(), engine.load()), (None, 0));
+        assert_eq!((engine.begin(), engine.unfinished()), (None, Vec::new()));
     }
 
     #[test]
@@ -391,7 +386,10 @@ mod tests {
             engine.take(number, ask(10, 3, &[]));
         }
         let (_, done) = step(&mut engine);
-        assert_eq!(done.outcomes, [(0, Outcome::Started { hit: 0 }), (1, Outcome::Started { hit: 0 }), (0, Outcome::First)]);
+        assert_eq!(
+            done.outcomes,
+            [(0, Outcome::Started { hit: 0 }), (1, Outcome::Started { hit: 0 }), (0, Outcome::First)]
+        );
         assert_eq!(engine.gauges().waiting, 1);
         let (takes, done) = step(&mut engine);
         // One answer goes on, four tokens of the second prompt and ten of the third are computed.
@@ -410,7 +408,7 @@ mod tests {
             done.extend(step.outcomes.into_iter().filter(|(_, outcome)| *outcome == Outcome::Done));
         }
         assert_eq!(done.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [0, 1]);
-        assert!(engine.preempted() > 0 && engine.load() == 0);
+        assert!(engine.preempted() > 0 && engine.unfinished().is_empty());
     }
 
     #[test]

@@ -279,7 +279,12 @@ mod tests {
     }
 
     fn candidates(loads: &[u32]) -> Vec<Candidate> {
-        let of = |(endpoint, load): (usize, &u32)| Candidate { endpoint, eligible: true, load: *load, ..Candidate::default() };
+        let of = |(endpoint, load): (usize, &u32)| Candidate {
+            endpoint,
+            eligible: true,
+            load: *load,
+            ..Candidate::default()
+        };
         loads.iter().enumerate().map(of).collect()
     }
 

@@ -143,7 +143,8 @@ mod tests {
 
     #[test]
     fn pictures_name_their_axes_and_rows() {
-        let stage = |label: &str, ttft_p90| StageFigures { label: label.to_owned(), ttft_p90, ..StageFigures::default() };
+        let stage =
+            |label: &str, ttft_p90| StageFigures { label: label.to_owned(), ttft_p90, ..StageFigures::default() };
         let row = Figures {
             workload: "groups".to_owned(),
             fault: "none".to_owned(),

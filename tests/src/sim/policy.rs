@@ -49,7 +49,11 @@ pub(super) const ALL: &[Policy] = &[
     peer("llmd-load", "model of llm-d: queue and cache use", Kind::LlmdLoad),
     peer("dynamo", "model of Dynamo: blocks to compute and blocks in use", Kind::Dynamo),
     peer("vllm-kv-aware", "model of vllm-router kv_aware: tokens to compute times requests", Kind::VllmKvAware),
-    peer("vllm-cache-aware", "model of vllm-router cache_aware: the best tree unless loads are far apart", Kind::VllmCacheAware),
+    peer(
+        "vllm-cache-aware",
+        "model of vllm-router cache_aware: the best tree unless loads are far apart",
+        Kind::VllmCacheAware,
+    ),
 ];
 
 const fn kvlb(name: &'static str, about: &'static str, mode: &'static str, selector: u8) -> Policy {

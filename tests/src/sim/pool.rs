@@ -208,7 +208,10 @@ mod tests {
         let mut shared = Vec::new();
         pool.share(&names(&[1]), &mut shared);
         assert_eq!((pool.idle(), pool.idle_among(&names(&[1, 2]))), (2, 1));
-        assert_eq!([pool.take(), pool.take(), pool.take()].map(|taken| taken.and_then(|(_, lost)| lost)), [None, Some(BlockHash(2)), None]);
+        assert_eq!(
+            [pool.take(), pool.take(), pool.take()].map(|taken| taken.and_then(|(_, lost)| lost)),
+            [None, Some(BlockHash(2)), None]
+        );
         assert_eq!(pool.run(&names(&[1, 2])), 1, "the used one is there still");
         pool.release(&shared);
         assert_eq!(pool.idle(), 1);

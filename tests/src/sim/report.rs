@@ -213,13 +213,19 @@ pub(super) fn calibration(rows: &[Figures]) -> Option<String> {
     /// Source: llm-d's blog of September 2025: mean and p90 of random and precise scheduling, in milliseconds.
     const RANDOM: [f64; 2] = [45_300.0, 92_600.0];
     const PRECISE: [f64; 2] = [298.0, 542.0];
-    let of = |policy: &str| rows.iter().find(|row| row.workload == "b2b" && row.fault == "none" && row.policy == policy);
+    let of =
+        |policy: &str| rows.iter().find(|row| row.workload == "b2b" && row.fault == "none" && row.policy == policy);
     let (random, precise) = (of("random")?, of("llmd-precise")?);
     let ratios = [random.ttft_mean / precise.ttft_mean, random.ttft_p90 / precise.ttft_p90];
     let theirs = [RANDOM[0] / PRECISE[0], RANDOM[1] / PRECISE[1]];
     let verdict = |at: usize| {
         let apart = (ratios[at] / theirs[at]).max(theirs[at] / ratios[at]);
-        format!("{:.0} here, {:.0} published: {}", ratios[at], theirs[at], if apart <= 2.0 { "within 2" } else { "APART" })
+        format!(
+            "{:.0} here, {:.0} published: {}",
+            ratios[at],
+            theirs[at],
+            if apart <= 2.0 { "within 2" } else { "APART" }
+        )
     };
     Some(format!("calibration, TTFT random / precise: mean {}; p90 {}", verdict(0), verdict(1)))
 }
@@ -247,7 +253,8 @@ mod tests {
         };
         let records = vec![record(false, 9999, 0), record(true, 10, 1), record(true, 30, 1), record(true, 20, 0)];
         let figures = figures(&scrap(1), &Run { records, ..Run::default() });
-        let rounded = [figures.hit, figures.ttft_p50, figures.ttft_p99, figures.busiest, figures.off_by].map(f64::round);
+        let rounded =
+            [figures.hit, figures.ttft_p50, figures.ttft_p99, figures.busiest, figures.off_by].map(f64::round);
         assert_eq!(rounded.map(|figure| format!("{figure}")), ["50", "20", "30", "67", "10"]);
         assert_eq!(format!("{:.0}", figures.tokens_per_second), "30");
     }

@@ -77,7 +77,8 @@ pub fn run(flags: &SimFlags, say: impl Fn(&str)) -> Result<bool> {
     let mut fine = true;
     for (name, about) in chosen_workloads(flags)? {
         for fault in &flags.fault {
-            let fault = fault::ALL.iter().find(|known| known.name == fault).with_context(|| format!("no fault {fault:?}"))?;
+            let fault =
+                fault::ALL.iter().find(|known| known.name == fault).with_context(|| format!("no fault {fault:?}"))?;
             let mut rows = Vec::new();
             for policy in &policies {
                 let (row, breaches) = medians(flags, &name, fault, policy)?;
@@ -137,7 +138,8 @@ fn policies(names: &[String]) -> Result<Vec<&'static Policy>> {
         return Ok(policy::ALL.iter().filter(|policy| policy.is_there()).collect());
     }
     let find = |name: &String| {
-        let policy = policy::ALL.iter().find(|policy| policy.name == name).with_context(|| format!("no policy {name:?}"))?;
+        let policy =
+            policy::ALL.iter().find(|policy| policy.name == name).with_context(|| format!("no policy {name:?}"))?;
         ensure!(policy.is_there(), "this kvlb has no mode {name}");
         Ok(policy)
     };
@@ -178,12 +180,7 @@ fn made(flags: &SimFlags, name: &str, seed: u64) -> Result<Workload> {
 }
 
 /// One policy over all seeds, and what happened that must not.
-fn medians(
-    flags: &SimFlags,
-    name: &str,
-    fault: &fault::Entry,
-    policy: &Policy,
-) -> Result<(Figures, Vec<String>)> {
+fn medians(flags: &SimFlags, name: &str, fault: &fault::Entry, policy: &Policy) -> Result<(Figures, Vec<String>)> {
     let (mut runs, mut breaches) = (Vec::new(), Vec::new());
     for seed in flags.seed..flags.seed + flags.seeds {
         let workload = made(flags, name, seed)?;

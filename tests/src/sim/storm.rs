@@ -15,7 +15,11 @@ pub fn storm(seed: u64) -> Result<usize> {
     let all = ours.len() + policy::ALL.iter().filter(|policy| !policy.is_ours()).count();
     let turn = usize::try_from(seed).unwrap_or_default();
     // Three of four seeds are kvlb's own.
-    let policy = if turn % 4 < 3 { ours[turn % ours.len()] } else { &policy::ALL[policy::ALL.len() - 1 - turn / 4 % (all - ours.len())] };
+    let policy = if turn % 4 < 3 {
+        ours[turn % ours.len()]
+    } else {
+        &policy::ALL[policy::ALL.len() - 1 - turn / 4 % (all - ours.len())]
+    };
     let workload = workload::scrap(seed);
     let plan = fault::random(seed, &workload);
     let run = world::run(&workload, policy, &plan, seed)?;

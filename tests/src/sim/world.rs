@@ -110,7 +110,6 @@ struct Host {
 
 #[derive(Debug)]
 struct Flight {
-    endpoint: usize,
     errand: Errand,
     sent: Option<Sent>,
 }
@@ -303,7 +302,7 @@ impl World<'_> {
         }
         let Some(errand) = self.mirror.send(ask, endpoint, depth, self.now) else { return };
         let sent = self.peer.as_mut().map(|peer| peer.sent(ask, endpoint, depth));
-        self.flights[number] = Some(Flight { endpoint, errand, sent });
+        self.flights[number] = Some(Flight { errand, sent });
         self.flying += 1;
         self.step(endpoint);
     }
@@ -425,7 +424,7 @@ impl World<'_> {
 
     fn dies(&mut self, endpoint: usize) {
         let host = &mut self.hosts[endpoint];
-        let lost = host.engine.abandon();
+        let lost = host.engine.unfinished();
         self.run.preempted += host.engine.preempted();
         let (life, slow, drains) = (host.life + 1, host.slow, host.drains);
         *host = Host { life, slow, drains, alive: false, probed_down: host.probed_down, ..Host::new(self.workload) };

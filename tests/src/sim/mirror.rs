@@ -14,7 +14,7 @@ use kvlb::control::wire::Body;
 use kvlb::fleet::{Probe, Rule, RuleId};
 use kvlb::inventory::{Arrival, Cursor};
 use kvlb::policy::Candidate;
-use kvlb::router::{self, Decision, Miss, Named, NamedPrompt, Overlap, View};
+use kvlb::router::{self, Decision, Named, NamedPrompt, Overlap, View};
 use kvlb::state::{Config, Expectation, InFlight, Onlooker, Service, State};
 use kvlb::telemetry::Metrics;
 use serde_json::{Value, json};
@@ -120,14 +120,13 @@ impl Mirror {
         let (feed, at) = (kv.feed(0), self.at(now));
         let cursor = &mut self.followers[told.endpoint];
         match cursor.peek(EventSeq(told.seq)) {
-            Arrival::First | Arrival::Next => {}
             Arrival::Duplicate | Arrival::Rewind => {
                 kv.clear(&feed, true);
             }
             Arrival::Gap { missed: lost } if missed.is_empty() && lost > GAP_MAX => {
                 kv.clear(&feed, false);
             }
-            Arrival::Gap { .. } => {}
+            Arrival::First | Arrival::Next | Arrival::Gap { .. } => {}
         }
         for told in missed.iter().chain([told]) {
             let (events, ts) = (told.events.to_vec(), now.as_secs_f64());
@@ -139,21 +138,21 @@ impl Mirror {
 
     /// The number of the last batch that was heard of an endpoint.
     pub(super) fn heard(&self, endpoint: usize) -> Option<u64> {
-        self.followers.get(endpoint).and_then(|cursor| cursor.last()).map(|seq| seq.0)
+        self.followers.get(endpoint).and_then(Cursor::last).map(|seq| seq.0)
     }
 
     /// A request's block names, as the router gets them.
-    pub(super) fn named(&self, ask: &Ask) -> Result<Named, Miss> {
+    pub(super) fn named(&self, ask: &Ask) -> Named {
         let spaces = self.service.spaces(None);
         let full = ((ask.tokens / self.block_size) as usize).min(ask.names.len());
         let names = vec![ask.names[..full].to_vec(); spaces.len()];
-        Ok(Named { spaces, prompts: vec![NamedPrompt { tokens: ask.tokens as usize, names }] })
+        Named { spaces, prompts: vec![NamedPrompt { tokens: ask.tokens as usize, names }] }
     }
 
     /// kvlb's choice. The first try of a request takes a turn, later ones do not.
-    pub(super) fn route(&self, named: &Result<Named, Miss>, tried: &[usize], now: Duration) -> Decision {
+    pub(super) fn route(&self, named: &Named, tried: &[usize], now: Duration) -> Decision {
         let at = At { service: &self.service, now: self.at(now), looks_only: !tried.is_empty() };
-        router::route(&self.service.ready, named, &at, None, tried)
+        router::route(&self.service.ready, &Ok(named.clone()), &at, None, tried)
     }
 
     /// What endpoints are now, for others than kvlb to choose by.
@@ -162,9 +161,8 @@ impl Mirror {
     }
 
     /// How many leading blocks of a prompt each endpoint announced.
-    pub(super) fn depths(&self, named: &Result<Named, Miss>) -> Vec<u32> {
-        let none = || vec![0; self.service.endpoints.len()];
-        named.as_ref().map_or_else(|_| none(), |named| self.service.held(named).iter().map(|held| held.depth).collect())
+    pub(super) fn depths(&self, named: &Named) -> Vec<u32> {
+        self.service.held(named).iter().map(|held| held.depth).collect()
     }
 
     /// Requests in flight at each endpoint.

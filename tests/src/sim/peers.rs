@@ -4,6 +4,7 @@
 //! formula needs besides: prompts that are being computed, blocks in use, what it sent where.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use kvlb::contract::BlockHash;
 use kvlb::policy::Candidate;
@@ -185,7 +186,7 @@ impl Peer {
         const TOKENS: u32 = 64;
         let step = (TOKENS / self.block_size).max(1) as usize;
         let full = ((ask.tokens / self.block_size) as usize).min(ask.names.len());
-        let names = ask.names.clone();
+        let names = Arc::clone(&ask.names);
         (step..=full).step_by(step).map(move |end| names[end - 1])
     }
 
@@ -269,8 +270,6 @@ impl Peer {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
     fn ask(tokens: u32) -> Ask {
@@ -314,7 +313,7 @@ mod tests {
         let (candidates, gauges) = (candidates(&[0, 0]), [Gauges::default(); 2]);
         let mut peer = Peer::new(Kind::Dynamo, 16, 1);
         let sent = peer.sent(&ask(320), 1, 0);
-        let mut choose = |peer: &mut Peer, depth| {
+        let choose = |peer: &mut Peer, depth| {
             peer.choose(&ask(320), &Sight { candidates: &candidates, depths: &[0, depth], gauges: &gauges })
         };
         assert_eq!(choose(&mut peer, 10), Some(0), "20 wait there already");

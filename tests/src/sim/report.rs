@@ -30,8 +30,9 @@ pub(super) struct Figures {
     pub(super) ttft_p99: f64,
     /// From the request to its last token.
     pub(super) latency_mean: f64,
-    /// Percent of the requests that the busiest endpoint got.
+    /// Percent of the requests that the busiest endpoint got, and the least busy one.
     pub(super) busiest: f64,
+    pub(super) idlest: f64,
     /// Percent of the requests that went to an endpoint although another one held more.
     pub(super) spills: f64,
     /// Requests that wait at an endpoint for their first step, on average over time and endpoints.
@@ -65,8 +66,9 @@ pub(super) fn figures(workload: &Workload, run: &Run) -> Figures {
     let share = |of: &dyn Fn(&Record) -> bool| {
         percent(float(counted.iter().filter(|record| of(record)).count()), float(counted.len()))
     };
-    let endpoints = counted.iter().filter_map(|record| record.endpoint).max().map_or(0, |most| most + 1);
-    let busiest = (0..endpoints).map(|at| share(&|record| record.endpoint == Some(at))).fold(0.0, f64::max);
+    let used = counted.iter().filter_map(|record| record.endpoint).max().map_or(0, |most| most + 1);
+    let endpoints = workload.engines.max(used);
+    let shares: Vec<f64> = (0..endpoints).map(|at| share(&|record| record.endpoint == Some(at))).collect();
     let waits = counted.iter().filter_map(|record| Some(millis(record.started?.saturating_sub(record.arrived))));
     let off: f64 = counted
         .iter()
@@ -95,7 +97,8 @@ pub(super) fn figures(workload: &Workload, run: &Run) -> Figures {
         ttft_p90: quantile(&ttft, 0.9),
         ttft_p99: quantile(&ttft, 0.99),
         latency_mean: mean(&latencies),
-        busiest,
+        busiest: shares.iter().copied().fold(0.0, f64::max),
+        idlest: shares.iter().copied().fold(100.0, f64::min),
         spills: share(&|record| record.spilled),
         queue: waits.sum::<f64>() / span(&counted).max(1.0) / float(endpoints.max(1)),
         preempted: float(run.preempted),
@@ -156,6 +159,7 @@ pub(super) fn medians(runs: &[Figures]) -> Figures {
         ttft_p99: of(|f| f.ttft_p99),
         latency_mean: of(|f| f.latency_mean),
         busiest: of(|f| f.busiest),
+        idlest: of(|f| f.idlest),
         spills: of(|f| f.spills),
         queue: of(|f| f.queue),
         preempted: of(|f| f.preempted),
@@ -184,13 +188,25 @@ pub(super) fn table(rows: &[Figures], about: &str) -> String {
     );
     let _written = writeln!(
         text,
-        "{:<17} {:>6} {:>9} {:>9} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:>7} {:>7}",
-        "", "hit %", "ttft p50", "p90", "p99 ms", "mean", "busiest", "spills", "queue", "tokens/s", "off by", "failed"
+        "{:<17} {:>6} {:>9} {:>9} {:>9} {:>9} {:>8} {:>7} {:>8} {:>7} {:>8} {:>7} {:>7}",
+        "",
+        "hit %",
+        "ttft p50",
+        "p90",
+        "p99 ms",
+        "mean",
+        "busiest",
+        "idlest",
+        "spills",
+        "queue",
+        "tokens/s",
+        "off by",
+        "failed"
     );
     for row in rows {
         let _written = writeln!(
             text,
-            "{:<17} {:>6.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>6.1} % {:>6.1} % {:>7.2} {:>8.0} {:>5.1} % {:>7.0}",
+            "{:<17} {:>6.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>6.1} % {:>5.1} % {:>6.1} % {:>7.2} {:>8.0} {:>5.1} % {:>7.0}",
             row.policy,
             row.hit,
             row.ttft_p50,
@@ -198,6 +214,7 @@ pub(super) fn table(rows: &[Figures], about: &str) -> String {
             row.ttft_p99,
             row.ttft_mean,
             row.busiest,
+            row.idlest,
             row.spills,
             row.queue,
             row.tokens_per_second,

@@ -69,7 +69,7 @@ pub fn run(flags: &SimFlags, say: impl Fn(&str)) -> Result<bool> {
         return Ok(true);
     }
     if let Some(runs) = flags.storm {
-        return storms(flags.seed, runs, say);
+        return Ok(storms(flags.seed, runs, say));
     }
     ensure!(flags.seeds > 0 && flags.speed > 0.0, "at least one seed, and a speed above zero");
     let policies = policies(&flags.policy)?;
@@ -107,17 +107,21 @@ pub fn run(flags: &SimFlags, say: impl Fn(&str)) -> Result<bool> {
 
 fn list(say: &impl Fn(&str)) {
     say("workloads:");
-    workload::ALL.iter().for_each(|entry| say(&format!("  {:<17} {}", entry.name, entry.about)));
+    for entry in workload::ALL {
+        say(&format!("  {:<17} {}", entry.name, entry.about));
+    }
     say("policies:");
     for policy in policy::ALL {
         let absent = if policy.is_there() { "" } else { " (this kvlb has no such mode)" };
         say(&format!("  {:<17} {}{absent}", policy.name, policy.about));
     }
     say("faults:");
-    fault::ALL.iter().for_each(|entry| say(&format!("  {:<17} {}", entry.name, entry.about)));
+    for entry in fault::ALL {
+        say(&format!("  {:<17} {}", entry.name, entry.about));
+    }
 }
 
-fn storms(first: u64, runs: u64, say: impl Fn(&str)) -> Result<bool> {
+fn storms(first: u64, runs: u64, say: impl Fn(&str)) -> bool {
     let mut answered = 0;
     let mut fine = true;
     for seed in first..first + runs {
@@ -130,7 +134,7 @@ fn storms(first: u64, runs: u64, say: impl Fn(&str)) -> Result<bool> {
         }
     }
     say(&format!("{runs} runs from seed {first} on, {answered} requests answered"));
-    Ok(fine)
+    fine
 }
 
 fn policies(names: &[String]) -> Result<Vec<&'static Policy>> {

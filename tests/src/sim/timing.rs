@@ -20,11 +20,11 @@ pub(super) struct Work {
 /// A model of time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Timing {
-    /// Measured polynomials, slowed down by a factor. Prompts and answers of one step add up.
+    /// Measured polynomials, that of prompts slowed down by a factor. Prompts and answers of one step add up.
     ///
     /// Source: the default performance model of Dynamo's mock engine 1.6.1.
     Polynomial {
-        /// Times the time of the model that was measured.
+        /// Times the time that prompts of the measured model take.
         slower: f64,
     },
     /// So much for each token.
@@ -44,7 +44,8 @@ pub(super) enum Timing {
 }
 
 impl Timing {
-    /// Dynamo's polynomials for a model whose engine computes so many prompt tokens a second in full steps.
+    /// Dynamo's polynomials for a model whose engine computes so many prompt tokens a second in full steps. Answers take the time that
+    /// Dynamo says: it depends on the memory that is read, which a larger engine reads faster.
     pub(super) fn paced_at(tokens_per_second: f64) -> Self {
         const FULL: f64 = 8192.0; // both publish their figures for steps of this size
         Self::Polynomial { slower: FULL / tokens_per_second * 1e3 / prefill_ms(FULL) }
@@ -57,7 +58,7 @@ impl Timing {
         let when = |is: bool, millis: f64| if is { millis } else { 0.0 };
         from_millis(match *self {
             Self::Polynomial { slower } => {
-                slower * (when(prompts, prefill_ms(tokens)) + when(work.decodes > 0, decode_ms(work.contexts)))
+                when(prompts, slower * prefill_ms(tokens)) + when(work.decodes > 0, decode_ms(work.contexts))
             }
             Self::PerToken { overhead_ms, token_ms, decode_ms, crowded } => {
                 let alone = when(prompts, overhead_ms + tokens * token_ms) + when(work.decodes > 0, decode_ms);

@@ -79,7 +79,7 @@ fn mooncake(name: &str, text: &str, replay: &Replay) -> Result<Workload> {
 
 /// Lengths and times only: nothing is shared.
 fn azure(name: &str, text: &str, replay: &Replay) -> Result<Workload> {
-    let build = Build { blocks: replay.blocks.unwrap_or(large().blocks), ..large() };
+    let build = Build { blocks: replay.blocks.unwrap_or_else(|| large().blocks), ..large() };
     let mut asks = Vec::new();
     let mut begin = None;
     for (number, line) in text.lines().enumerate().skip(1).take(replay.limit) {

@@ -361,8 +361,8 @@ fn agents(name: &str, seed: u64) -> Workload {
     let build = large();
     let mut author = Author::new(name, seed, &build);
     let systems: Vec<Text> = (0..4).map(|_| author.new_text(8000)).collect();
-    let begin = |at: usize| vec![systems[at % systems.len()]];
-    let mut agents: Vec<Vec<Text>> = (0..AGENTS).map(begin).collect();
+    let fresh = |at: usize| vec![systems[at % systems.len()]];
+    let mut agents: Vec<Vec<Text>> = (0..AGENTS).map(fresh).collect();
     let mut begun = AGENTS;
     for _ in 0..AGENTS * STEPS * 2 {
         author.wait(10.0);
@@ -373,7 +373,7 @@ fn agents(name: &str, seed: u64) -> Workload {
         author.ask_answered(&agents[agent], answer);
         agents[agent].push(answer);
         if agents[agent].len() > 2 * STEPS {
-            agents[agent] = begin(begun);
+            agents[agent] = fresh(begun);
             begun += 1;
         }
     }

@@ -94,6 +94,7 @@ impl Ord for Due {
 
 /// An engine and what the world knows of it.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a condition of its own")]
 struct Host {
     engine: Engine,
     /// Grows with each death: what was planned for an earlier one is void.
@@ -201,7 +202,7 @@ impl World<'_> {
             match happening {
                 Happening::Arrives(number) => self.arrives(number),
                 Happening::StepEnds { endpoint, life } => self.step_ends(endpoint, life),
-                Happening::Told(told) => self.told(told),
+                Happening::Told(told) => self.told(&told),
                 Happening::Changes(endpoint, change) => self.changes(endpoint, change)?,
             }
             if self.to_come == 0 && self.flying == 0 {
@@ -270,7 +271,9 @@ impl World<'_> {
                 None => self.mirror.route(&named, &tried, self.now).endpoint,
                 Some(peer) => {
                     let mut candidates = candidates;
-                    candidates.iter_mut().for_each(|c| c.eligible &= untried(c.endpoint));
+                    for candidate in &mut candidates {
+                        candidate.eligible &= untried(candidate.endpoint);
+                    }
                     let gauges: Vec<Gauges> = self.hosts.iter().map(|host| host.engine.gauges()).collect();
                     peer.choose(&ask, &Sight { candidates: &candidates, depths: &depths, gauges: &gauges })
                 }
@@ -382,14 +385,14 @@ impl World<'_> {
         self.plan(self.now + self.plan.delay, Happening::Told(told));
     }
 
-    fn told(&mut self, told: Told) {
+    fn told(&mut self, told: &Told) {
         let host = &mut self.hosts[told.endpoint];
         let before: Vec<Told> = host.unheard.iter().filter(|other| other.seq < told.seq).cloned().collect();
         host.unheard.retain(|other| other.seq > told.seq);
         let heard = self.mirror.heard(told.endpoint);
         let continues = heard.is_none_or(|heard| heard < told.seq);
         let missed = if self.plan.replays && continues { before } else { Vec::new() };
-        self.mirror.told(&told, &missed, self.now);
+        self.mirror.told(told, &missed, self.now);
     }
 
     fn changes(&mut self, endpoint: usize, change: Change) -> Result<()> {

@@ -13,6 +13,7 @@ mod fuzz;
 mod run;
 mod setup;
 mod side_by_side;
+mod sim;
 mod test;
 
 use std::process::ExitCode;
@@ -45,6 +46,8 @@ enum Chore {
     Setup(setup::Args),
     /// Compare where kvlb and other routers send the same prompts, in front of the same simulated engines
     SideBySide(side_by_side::Args),
+    /// Run kvlb's router and policy, and models of others, against modelled engines in virtual time
+    Sim(sim::Args),
     /// Set up and run every check and test
     Test(test::Args),
 }
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         Chore::Fuzz(args) => fuzz::run(&args),
         Chore::Setup(args) => setup::run(&args),
         Chore::SideBySide(args) => side_by_side::run(&args),
+        Chore::Sim(args) => sim::run(&args),
         Chore::Test(args) => test::run(&args),
     };
     match outcome {

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use hashbrown::HashMap;
 use prometheus::core::{AtomicU64 as CounterCell, GenericCounter};
@@ -227,6 +228,23 @@ impl Service {
         self.endpoints.iter().enumerate().filter(askable).map(|(position, _)| position)
     }
 
+    /// What [`View::expected`] says at `now`.
+    pub fn expected_at(&self, named: &Named, now: Instant) -> Vec<u32> {
+        let ours = self.rule().kv.block_size.get();
+        let mut coming = vec![0; self.endpoints.len()];
+        for (position, space) in named.spaces.iter().enumerate() {
+            for prompt in &named.prompts {
+                let of_prompt = self.expectations.depths(&prompt.names[position], now);
+                for &endpoint in &space.endpoints {
+                    let id = self.endpoints[endpoint].meters.id;
+                    let depth = of_prompt.iter().find(|(known, _)| *known == id).map_or(0, |(_, depth)| *depth);
+                    coming[endpoint] += depth.saturating_mul(space.key_space.block_size().get()) / ours;
+                }
+            }
+        }
+        coming
+    }
+
     /// The next number of a choice, hit or miss.
     pub fn next_choice(&self) -> u64 {
         self.choices.fetch_add(1, Ordering::Relaxed) + 1
@@ -379,19 +397,7 @@ impl View for Service {
     }
 
     fn expected(&self, named: &Named) -> Vec<u32> {
-        let ours = self.rule().kv.block_size.get();
-        let mut coming = vec![0; self.endpoints.len()];
-        for (position, space) in named.spaces.iter().enumerate() {
-            for prompt in &named.prompts {
-                let of_prompt = self.expectations.depths(&prompt.names[position], clock::now());
-                for &endpoint in &space.endpoints {
-                    let id = self.endpoints[endpoint].meters.id;
-                    let depth = of_prompt.iter().find(|(known, _)| *known == id).map_or(0, |(_, depth)| *depth);
-                    coming[endpoint] += depth.saturating_mul(space.key_space.block_size().get()) / ours;
-                }
-            }
-        }
-        coming
+        self.expected_at(named, clock::now())
     }
 
     fn turn(&self) -> u64 {

@@ -2,16 +2,16 @@
 
 /// A small generator (`SplitMix64`, public domain algorithm by Sebastiano Vigna): enough for faults and token choice.
 #[derive(Debug, Clone)]
-pub(super) struct Chance(u64);
+pub(crate) struct Chance(u64);
 
 impl Chance {
     /// A sequence that depends on nothing but `seed`.
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
     /// A seed from text and numbers, so that engines of different names differ.
-    pub(super) fn seed_of(text: &str, parts: &[u64]) -> u64 {
+    pub(crate) fn seed_of(text: &str, parts: &[u64]) -> u64 {
         let mut state = 0x9e37_79b9_7f4a_7c15;
         for byte in text.bytes() {
             state = mix(state ^ u64::from(byte));
@@ -23,27 +23,33 @@ impl Chance {
     }
 
     /// The next 64 bits.
-    pub(super) fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
     /// A number in `0..bound`; 0 when `bound` is 0.
-    pub(super) fn below(&mut self, bound: usize) -> usize {
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
         let bound = u64::try_from(bound).unwrap_or(u64::MAX);
         self.next().checked_rem(bound).and_then(|rest| usize::try_from(rest).ok()).unwrap_or(0)
     }
 
     /// True with probability `p`; never for 0, always for 1.
-    pub(super) fn happens(&mut self, p: f64) -> bool {
+    pub(crate) fn happens(&mut self, p: f64) -> bool {
+        self.unit() < p
+    }
+
+    /// A number from 0 up to, but not including, 1.
+    pub(crate) fn unit(&mut self) -> f64 {
         // 53 bits: as many as an f64 holds exactly.
         #[expect(clippy::cast_precision_loss, reason = "53 bits are exact in f64")]
         let unit = (self.next() >> 11) as f64 / (1_u64 << 53) as f64;
-        unit < p
+        unit
     }
 }
 
-fn mix(mut z: u64) -> u64 {
+/// Bits that look like chance, the same for the same bits.
+pub(crate) fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

@@ -9,7 +9,7 @@
 mod answers;
 mod cache;
 mod call;
-mod chance;
+pub(crate) mod chance;
 mod clock;
 mod config;
 mod dialect;

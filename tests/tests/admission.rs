@@ -47,6 +47,12 @@ fn pause(engine: &Engine, paused: bool) {
     engine.faults().set(|plan| plan.pause = paused);
 }
 
+fn pause_all(engines: &[Engine], paused: bool) {
+    for engine in engines {
+        pause(engine, paused);
+    }
+}
+
 /// Waits until so many requests are at an engine.
 async fn busy(engine: &Engine, posts: u64) {
     eventually(PATIENCE, "the engine has its requests", async || engine.counters().posts == posts).await.unwrap();
@@ -91,7 +97,7 @@ async fn engines_have_no_more_than_their_bound_and_who_finds_the_queue_full_is_r
     let mut short = bounds.clone();
     short["fc_max_queue_depth"] = json!(2);
     assert_eq!(kvlb.create(&rule(8080, &engines, &short)).await.unwrap(), id);
-    engines.iter().for_each(|engine| pause(engine, true));
+    pause_all(&engines, true);
     let running: Vec<_> = (0..4).map(|n| send(&stage, 8080, "r", &format!("run {n}"))).collect();
     for engine in &engines {
         busy(engine, 2).await;
@@ -108,7 +114,7 @@ async fn engines_have_no_more_than_their_bound_and_who_finds_the_queue_full_is_r
     assert!(wide.contains("enforce: 4, 2 each, queue 2 of 2"), "{wide}");
     let shown = kvlb.rule(id).await.unwrap();
     assert_eq!(shown["serviceArguments"]["fc_effective"]["queued"], json!(2));
-    engines.iter().for_each(|engine| pause(engine, false));
+    pause_all(&engines, false);
     for task in running.into_iter().chain(waiting) {
         assert_eq!(status(task).await, 200);
     }
@@ -180,7 +186,7 @@ async fn who_waits_goes_to_the_endpoint_that_becomes_free_though_another_has_his
     let owner = stage.ask(8080, COMPLETIONS, &body(&prompt)).await.unwrap().engine().to_owned();
     kvlb.settled(id, &engines).await.unwrap();
     assert_eq!(stage.ask(8080, COMPLETIONS, &body(&prompt)).await.unwrap().engine(), owner, "there is affinity");
-    engines.iter().for_each(|engine| pause(engine, true));
+    pause_all(&engines, true);
     let (holder, other): (Vec<_>, Vec<_>) = engines.iter().partition(|engine| engine.name() == owner);
     let first = send(&stage, 8080, "a", &prompt);
     busy(holder[0], 1).await;

@@ -180,9 +180,10 @@ pub fn cheapest(candidates: &[Candidate]) -> Option<Candidate> {
     eligible.min_by_key(|c| (cost(c), c.load, Reverse(c.overlap), c.last_chosen, c.endpoint)).copied()
 }
 
-/// What a sequence that generates costs the prompts beside it, in tokens of theirs: it spreads requests for which nothing is
-/// left to compute. From 32 to 200 the simulator shows the same.
-const SEQUENCE_TOKENS: u32 = 64;
+/// What a sequence that generates costs the prompts beside it, in tokens of theirs. It spreads requests for which nothing is
+/// left to compute, and long answers: with 64 endpoints that got more of llm-d's prefixes than others have a queue of 23 s,
+/// with 512 groups of prompts are torn apart (`cargo xtask sim`).
+const SEQUENCE_TOKENS: u32 = 256;
 /// What a token to compute weighs, in percent of one that waits. At 100 groups of prompts lose a tenth of their hits in caches
 /// that hold all only once; from 150 on conversations under one system prompt leave endpoints idle (`cargo xtask sim`,
 /// docs/policy.md).
@@ -426,12 +427,12 @@ mod tests {
             ..candidate(endpoint, overlap, load)
         };
         let settings = mode(Blend::Cost);
-        // Here 1.4 * 200 tokens, 2900 that wait and 64 for each of 7 are 3628, there 1.4 * 2600 are 3640.
-        assert_eq!(chosen(&[with(0, 150, 7, 200, 2_900), with(1, 0, 0, 2_600, 0)], &settings), 0);
-        let choice = choose(&[with(0, 150, 8, 200, 2_900), with(1, 0, 0, 2_600, 0)], &settings).unwrap();
+        // Here 1.4 * 200 tokens, 1550 that wait and 256 for each of 7 are 3622, there 1.4 * 2600 are 3640.
+        assert_eq!(chosen(&[with(0, 150, 7, 200, 1_550), with(1, 0, 0, 2_600, 0)], &settings), 0);
+        let choice = choose(&[with(0, 150, 8, 200, 1_550), with(1, 0, 0, 2_600, 0)], &settings).unwrap();
         assert_eq!((choice.endpoint, choice.spill), (1, true));
         // Of twice the capacity it is half as far away.
-        let mut large = [with(0, 150, 16, 200, 5_900), with(1, 0, 0, 2_600, 0)];
+        let mut large = [with(0, 150, 16, 200, 2_800), with(1, 0, 0, 2_600, 0)];
         large[0].capacity = 2;
         assert_eq!(chosen(&large, &settings), 0);
         // A prompt that nobody knows goes where least waits.

@@ -7,7 +7,7 @@ use std::hash::Hash as _;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use xxhash_rust::xxh3::Xxh3;
 
@@ -29,6 +29,7 @@ use crate::state::{
     Backlog, Expectation, InFlight, Onlooker, Permit, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger,
 };
 use crate::telemetry::access::{Facts, bounded};
+use crate::telemetry::decisions::{self, DecisionLog};
 use crate::tokenize::{self, Tokenizer};
 use gate::Gate;
 
@@ -61,12 +62,13 @@ pub(super) struct Desk {
     hash_debug: bool,
     /// There is an access log.
     logs: bool,
+    decisions: Option<DecisionLog>,
 }
 
 impl Desk {
-    pub(super) fn new(state: Arc<State>, hash_debug: bool, logs: bool) -> Self {
+    pub(super) fn new(state: Arc<State>, hash_debug: bool, logs: bool, decisions: Option<DecisionLog>) -> Self {
         let handles = Arc::new(Handles::new(Arc::clone(&state.metrics)));
-        Self { state, handles, hash_debug, logs }
+        Self { state, handles, hash_debug, logs, decisions }
     }
 
     /// Whether any rule of a request's VIP looks into bodies: for blocks, for who asks, for the model, or for how many prompts
@@ -129,7 +131,8 @@ impl Desk {
             model,
             decision: None,
             settled: None,
-            logs: self.logs,
+            logs: self.logs || self.decisions.is_some(),
+            diary: self.decisions.as_ref().filter(|_| asks).map(|log| Box::new(Diary::new(log.clone()))),
             earlier: Vec::new(),
             expectations: Vec::new(),
             backlog: None,
@@ -421,8 +424,10 @@ pub(super) struct Errand {
     decision: Option<Decision>,
     /// That one, for the access log.
     settled: Option<Box<Decision>>,
-    /// There is an access log.
+    /// Somebody wants to know of it afterwards.
     logs: bool,
+    /// What the decision log is told.
+    diary: Option<Box<Diary>>,
     /// Those before it, of endpoints that were tried.
     earlier: Vec<Decision>,
     /// What its answer will bring, at the endpoint chosen last.
@@ -498,6 +503,9 @@ impl Call for Errand {
                 }
                 let tier = self.decision.as_ref().map_or(Tier::Selector, |decision| decision.tier);
                 self.handles.first_byte(tier).observe(waited.as_secs_f64());
+                if let Some(diary) = &mut self.diary {
+                    diary.waited = Some(waited);
+                }
                 self.count_class(status);
                 self.judge(position, status);
                 match status {
@@ -527,6 +535,9 @@ impl Call for Errand {
                 }
                 self.pinning.finished(&self.service, &self.caller, position);
                 self.settle();
+                if let Some(diary) = &mut self.diary {
+                    diary.output_tokens = usage.and_then(|usage| usage.output_tokens);
+                }
                 if let Some(usage) = usage.filter(|_| self.is_comparable()) {
                     self.compare(position, &usage);
                 }
@@ -816,6 +827,30 @@ impl Errand {
         self.state.metrics.observed_tokens.with_label_values(&[service.as_str()]).inc_by(tokens);
     }
 
+    /// Hands a request to the decision log that was named and went somewhere.
+    fn write_down(&mut self, diary: &Diary) {
+        let (Ok(named), Some(decision)) = (&mut self.named, self.settled.as_deref()) else { return };
+        let (Some(endpoint), Some(prompt)) = (decision.endpoint, named.prompts.first_mut()) else { return };
+        let way = named.spaces.iter().position(|space| space.endpoints.contains(&endpoint)).unwrap_or_default();
+        let blocks = prompt.names.get_mut(way).map(std::mem::take).unwrap_or_default();
+        let size =
+            named.spaces.get(way).map_or(self.service.rule().kv.block_size, |space| space.key_space.block_size());
+        let since = diary.came.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        diary.log.put(decisions::Entry {
+            timestamp: u64::try_from(since.as_millis()).unwrap_or_default(),
+            rule: self.service.rule().id.0,
+            block_size: size.get(),
+            input_length: prompt.tokens as u64,
+            output_length: diary.output_tokens,
+            hash_ids: blocks.into_iter().map(|name| name.0).collect(),
+            endpoint,
+            tier: decision.tier.label(),
+            depth: decision.depth,
+            spill: decision.spill,
+            first_byte_ms: diary.waited.map(|waited| waited.as_secs_f64() * 1e3),
+        });
+    }
+
     /// Counts the choice that the request really went by, once.
     fn settle(&mut self) {
         let Some(decision) = self.decision.take() else { return };
@@ -889,6 +924,25 @@ impl Drop for Errand {
     fn drop(&mut self) {
         self.leave_gate();
         self.settle();
+        if let Some(diary) = self.diary.take() {
+            self.write_down(&diary);
+        }
+    }
+}
+
+/// What the decision log is told of a request, besides its choice.
+#[derive(Debug)]
+struct Diary {
+    log: DecisionLog,
+    /// By the clock on the wall.
+    came: SystemTime,
+    waited: Option<Duration>,
+    output_tokens: Option<u64>,
+}
+
+impl Diary {
+    fn new(log: DecisionLog) -> Self {
+        Self { log, came: clock::wall(), waited: None, output_tokens: None }
     }
 }
 

@@ -37,6 +37,7 @@ use crate::kernel::Kernel;
 use crate::proxy::{self, Proxy};
 use crate::state::{self, State};
 use crate::telemetry::access::{AccessLog, Destination, Sampling, Writer};
+use crate::telemetry::decisions::DecisionLog;
 use crate::telemetry::{Metrics, init_logs};
 use crate::{clock, probe, staging};
 
@@ -593,8 +594,11 @@ fn start_proxy(config: &Config, state: &Arc<State>, log: Option<AccessLog>) -> R
         access_log: log,
         ..defaults
     };
+    let decisions = config.decision_log.as_ref().map(|path| {
+        DecisionLog::open(path, &state.metrics).with_context(|| format!("--decision-log {}", path.display()))
+    });
     let logs = config.access_log.sampling != Sampling::Off;
-    let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug, logs));
+    let desk = Arc::new(Desk::new(Arc::clone(state), config.kv.hash_debug, logs, decisions.transpose()?));
     let meter: Arc<dyn proxy::Meter> = Arc::new(ProxyMeter::new(Arc::clone(&state.metrics)));
     Proxy::start(settings, &desk, &meter).context("start the data threads")
 }

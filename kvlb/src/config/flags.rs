@@ -145,6 +145,11 @@ pub struct UpFlags {
     #[arg(long, value_name = "FILE")]
     pub access_log_file: Option<PathBuf>,
 
+    /// A file for the decision log: when each request came, how long it was, the names of its blocks and what was chosen, for
+    /// `cargo xtask sim --trace` [env: KVLB_DECISION_LOG] [default: none]
+    #[arg(long, value_name = "FILE")]
+    pub decision_log: Option<PathBuf>,
+
     /// The N of --access-log sampled; instances with the same N choose the same traces
     /// [env: KVLB_ACCESS_LOG_SAMPLE] [default: 100]
     #[arg(long, value_name = "N")]

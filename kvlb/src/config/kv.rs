@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::env::{ConfigError, Env, Setting};
 use crate::contract::NoneSeed;
 use crate::fleet::Relief;
-use crate::policy::{BLENDS, Blend, CAP_SUM_MILLI, Settings};
+use crate::policy::{BLENDS, Blend, CAP_SUM_MILLI, Settings, UnknownBlend};
 
 /// Settings of the KV tier.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -139,7 +139,7 @@ pub(super) fn none_seed(env: &Env) -> Result<NoneSeed, ConfigError> {
 
 fn blend(env: &Env) -> Result<Blend, ConfigError> {
     let Some(setting) = env.setting("LOXILB_KV_LB_MODE")? else { return Ok(Blend::default()) };
-    setting.value.trim().parse().map_err(|_| setting.bad(BLENDS))
+    setting.value.trim().parse().map_err(|UnknownBlend(_)| setting.bad(BLENDS))
 }
 
 fn relief(setting: Setting<'_>) -> Result<Relief, ConfigError> {

@@ -85,6 +85,8 @@ pub struct Config {
     pub log_level: String,
     /// The access log.
     pub access_log: AccessLog,
+    /// Where the decision log goes; `None`: there is none.
+    pub decision_log: Option<PathBuf>,
     /// Engines are told of each request's W3C trace context.
     pub trace_context: bool,
     /// Bytes that remember what prompts of late began with (`--text-cache-mib`).
@@ -175,6 +177,8 @@ impl Config {
                 .text("--log-level", flags.log_level.as_ref(), "KVLB_LOG_LEVEL")?
                 .map_or_else(|| Ok("info".to_owned()), |setting| log_level(&setting))?,
             access_log,
+            decision_log: Some(path(flags.decision_log.as_deref(), "KVLB_DECISION_LOG", "")?)
+                .filter(|path| !path.as_os_str().is_empty()),
             trace_context: both
                 .text("--trace-context", flags.trace_context.as_ref(), "KVLB_TRACE_CONTEXT")?
                 .map_or(Ok(true), |setting| setting.switch())?,
@@ -216,7 +220,7 @@ const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll"
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 43] = [
+const TWINS: [&str; 44] = [
     "KVLB_API",
     "KVLB_API_TOKEN_FILE",
     "KVLB_API_READ_TOKEN_FILE",
@@ -244,6 +248,7 @@ const TWINS: [&str; 43] = [
     "KVLB_ACCESS_LOG",
     "KVLB_ACCESS_LOG_FILE",
     "KVLB_ACCESS_LOG_SAMPLE",
+    "KVLB_DECISION_LOG",
     "KVLB_TRACE_CONTEXT",
     "KVLB_LOG_FORMAT",
     "KVLB_LOG_LEVEL",

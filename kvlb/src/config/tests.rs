@@ -35,6 +35,7 @@ fn nothing_set_is_the_documented_default() {
         log_format: LogFormat::Text,
         log_level: "info".to_owned(),
         access_log: AccessLog { sampling: Sampling::Off, destination: Destination::Stdout },
+        decision_log: None,
         trace_context: true,
         text_cache: 256 << 20,
         scrape_interval: Some(Duration::from_secs(5)),
@@ -91,6 +92,7 @@ fn every_twin() -> Env {
         ("KVLB_TAKEOVER_SOCKET", "/o"),
         ("KVLB_TAKEOVER_WAIT", "7s"),
         ("KVLB_ACCESS_LOG_SAMPLE", "7"),
+        ("KVLB_DECISION_LOG", "/d"),
         ("KVLB_TRACE_CONTEXT", "off"),
         ("KVLB_LOG_FORMAT", "json"),
         ("KVLB_LOG_LEVEL", "warn,kvlb::ingest=debug"),
@@ -116,6 +118,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!(by_env.zero_touch, Some(pool("10.0.0.1:80", &["a:8000", "b:8000"])));
     let seventh = Sampling::OneIn(NonZeroU64::new(7).unwrap());
     assert_eq!(by_env.access_log, AccessLog { sampling: seventh, destination: Destination::File("/a".into()) });
+    assert_eq!(by_env.decision_log, Some("/d".into()));
     assert!(!by_env.trace_context);
     let of_takeover = |config: &Config| (config.takeover, config.takeover_socket.clone(), config.takeover_wait);
     assert_eq!(of_takeover(&by_env), (Takeover::IfRunning, Some("/o".into()), Duration::from_secs(7)));
@@ -162,6 +165,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         access_log: text("full"),
         access_log_file: Some("-".into()),
         access_log_sample: text("8"),
+        decision_log: Some("/e".into()),
         trace_context: text("on"),
         log_format: text("text"),
         log_level: text("debug"),
@@ -180,7 +184,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     );
     assert_eq!(by_flag.access_log, AccessLog { sampling: Sampling::Full, destination: Destination::Stdout });
     assert!(by_flag.trace_context && by_flag.warnings.len() == 1, "a sample of all is none: {:?}", by_flag.warnings);
-    assert_eq!(by_flag.log_level, "debug");
+    assert_eq!((by_flag.log_level.as_str(), by_flag.decision_log), ("debug", Some("/e".into())));
     assert_eq!((by_flag.engine_key.as_deref(), by_flag.zero_touch), (Some("l"), Some(pool("[::]:81", &["c:1"]))));
 }
 

@@ -15,7 +15,7 @@ pub struct Members<'a> {
     text: &'a [u8],
     /// Where the brace opens, behind a mark of the byte order.
     open: usize,
-    members: Vec<Member>,
+    all: Vec<Member>,
 }
 
 #[derive(Debug)]
@@ -59,12 +59,12 @@ impl<'a> Members<'a> {
         }
         let mark = text.len() - behind_mark.len();
         let open = mark + behind_mark.iter().position(|byte| *byte == b'{').unwrap_or_default();
-        Ok(Self { text, open, members: finding.members })
+        Ok(Self { text, open, all: finding.members })
     }
 
     /// The JSON text of a member; where it is written twice the last one counts.
     pub fn get(&self, key: &str) -> Option<&'a [u8]> {
-        let found = self.members.iter().rev().find(|member| member.key == key)?;
+        let found = self.all.iter().rev().find(|member| member.key == key)?;
         Some(&self.text[found.value.clone()])
     }
 
@@ -74,7 +74,7 @@ impl<'a> Members<'a> {
         let mut out = Vec::with_capacity(self.text.len() + 256);
         out.extend_from_slice(&self.text[..=self.open]);
         let (mut from, mut any) = (self.open + 1, false);
-        for member in &self.members {
+        for member in &self.all {
             let before = &self.text[from..member.value.start];
             from = member.value.end;
             let value = match of_key(&member.key) {
@@ -92,7 +92,7 @@ impl<'a> Members<'a> {
             out.extend_from_slice(value);
             any = true;
         }
-        let present = |key: &str| self.members.iter().any(|member| member.key == key);
+        let present = |key: &str| self.all.iter().any(|member| member.key == key);
         for (number, edit) in edits.iter().enumerate() {
             let is_first = !edits[..number].iter().any(|other| other.key() == edit.key());
             if let Edit::Set(key, value) = edit

@@ -49,7 +49,7 @@ pub const BLENDS: &str = "off, hard, soft, adaptive, adaptive-soft or cost";
 /// A blend that nothing knows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown load blend {0:?}; use {BLENDS}")]
-pub struct UnknownBlend(String);
+pub struct UnknownBlend(pub String);
 
 impl FromStr for Blend {
     type Err = UnknownBlend;
@@ -382,7 +382,9 @@ mod tests {
         let dear = Settings { load_penalty: 1_000, ..mode(Blend::Soft) };
         for unit in [1, 5_000, 8_000_000] {
             let mut candidates = [candidate(0, 5, 4), candidate(1, 2, 0)];
-            candidates.iter_mut().for_each(|c| c.capacity = unit);
+            for candidate in &mut candidates {
+                candidate.capacity = unit;
+            }
             assert_eq!(chosen(&candidates, &dear), 1);
             // Three quarters of the capacity are here: 6 requests cost 1000 * 6 * (4 / 2) / 3 = 4000.
             candidates[0].capacity = 3 * unit;

@@ -35,10 +35,9 @@ pub fn select(selector: Selector, candidates: &[Candidate], turn: Turn) -> Optio
     let chosen = match (selector, turn.client, turn.prefix) {
         (Selector::Hash | Selector::Persist, Some(client), _) => by_client(&eligible, client),
         (Selector::LeastConnections, _, _) => least_loaded(&eligible),
-        (Selector::Priority, _, _) => by_weight(&eligible, turn.number),
+        (Selector::Priority, _, _) | (Selector::WrrHash, _, None) => by_weight(&eligible, turn.number),
         (Selector::Chwbl, _, Some(prefix)) => by_prefix(candidates, prefix, turn.load_factor, |_| 1),
         (Selector::WrrHash, _, Some(prefix)) => by_prefix(candidates, prefix, turn.load_factor, |c| c.weight),
-        (Selector::WrrHash, _, None) => by_weight(&eligible, turn.number),
         (Selector::GpuAware, _, _) => most_room(&eligible),
         _ => Some(eligible[usize::try_from(turn.number).unwrap_or(usize::MAX) % eligible.len()]),
     };
@@ -57,7 +56,8 @@ fn least_loaded<'a>(eligible: &[&'a Candidate]) -> Option<&'a Candidate> {
 ///
 /// Source of the weights: LoxiLB's score of GPU endpoints, 20 for a request in flight and 50 for one that waits.
 fn most_room<'a>(eligible: &[&'a Candidate]) -> Option<&'a Candidate> {
-    let busy = |c: &Candidate| (u128::from(c.load) * 20) << 32;
+    let waiting = |c: &Candidate| u128::from(c.queued.unwrap_or_default());
+    let busy = |c: &Candidate| (u128::from(c.load) * 20 + waiting(c) * 50) << 32;
     eligible.iter().min_by_key(|c| (busy(c) / u128::from(c.capacity.max(1)), c.last_chosen, c.endpoint)).copied()
 }
 
@@ -294,5 +294,8 @@ mod tests {
         (pool[0].load, pool[0].capacity) = (3, 8000);
         (pool[1].load, pool[1].capacity) = (2, 4000);
         assert_eq!(select(Selector::GpuAware, &pool, turn(0)), Some(0));
+        // Three wait at the engine: (3 * 20 + 3 * 50) / 8000 is more than 2 * 20 / 4000.
+        pool[0].queued = Some(3);
+        assert_eq!(select(Selector::GpuAware, &pool, turn(0)), Some(1));
     }
 }

@@ -22,6 +22,8 @@ pub struct Usage {
     pub prompt_tokens: u64,
     /// How many of them it did not compute anew; `None` where it does not report that.
     pub cached_tokens: Option<u64>,
+    /// Tokens of the answer, where it says so.
+    pub output_tokens: Option<u64>,
 }
 
 /// The end of an answer's body, as it was before framing.
@@ -116,6 +118,10 @@ struct Said {
     input_tokens_details: Option<Details>,
     cache_read_input_tokens: Option<u64>,
     cache_creation_input_tokens: Option<u64>,
+    /// Of the answer, in the words of the older APIs.
+    completion_tokens: Option<u64>,
+    /// Of the answer, in those of the others.
+    output_tokens: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
@@ -125,17 +131,18 @@ struct Details {
 
 impl Said {
     fn usage(self) -> Option<Usage> {
+        let output_tokens = self.completion_tokens.or(self.output_tokens);
         if let Some(prompt_tokens) = self.prompt_tokens {
             let cached_tokens = self.prompt_tokens_details.and_then(|details| details.cached_tokens);
-            return Some(Usage { prompt_tokens, cached_tokens });
+            return Some(Usage { prompt_tokens, cached_tokens, output_tokens });
         }
         let input = self.input_tokens?;
         if let Some(details) = self.input_tokens_details {
-            return Some(Usage { prompt_tokens: input, cached_tokens: details.cached_tokens });
+            return Some(Usage { prompt_tokens: input, cached_tokens: details.cached_tokens, output_tokens });
         }
         let (read, created) = (self.cache_read_input_tokens, self.cache_creation_input_tokens.unwrap_or_default());
         let prompt_tokens = input.saturating_add(read.unwrap_or_default()).saturating_add(created);
-        Some(Usage { prompt_tokens, cached_tokens: read })
+        Some(Usage { prompt_tokens, cached_tokens: read, output_tokens })
     }
 
     /// Whether it can be one of `/v1/messages` that leaves something to the first event.
@@ -255,7 +262,7 @@ mod tests {
 
     #[expect(clippy::unnecessary_wraps, reason = "it is compared with what may be absent")]
     fn usage(prompt_tokens: u64, cached_tokens: impl Into<Option<u64>>) -> Option<Usage> {
-        Some(Usage { prompt_tokens, cached_tokens: cached_tokens.into() })
+        Some(Usage { prompt_tokens, cached_tokens: cached_tokens.into(), output_tokens: None })
     }
 
     fn response_stream(text: &str) -> String {
@@ -285,7 +292,18 @@ mod tests {
     fn read(medium: Medium, body: &[u8]) -> Option<Usage> {
         let mut tail = Tail::new(medium);
         tail.take(body);
-        tail.usage()
+        // What they say of the answer has a test of its own.
+        tail.usage().map(|usage| Usage { output_tokens: None, ..usage })
+    }
+
+    #[test]
+    fn each_api_tells_how_long_the_answer_is() {
+        let expected = [6, 6, 16, 16, 6, 6, 2, 2];
+        for ((medium, body, _), expected) in answers("text").into_iter().zip(expected) {
+            let mut tail = Tail::new(medium);
+            tail.take(body.as_bytes());
+            assert_eq!(tail.usage().and_then(|usage| usage.output_tokens), Some(expected), "{body:.100}");
+        }
     }
 
     #[test]

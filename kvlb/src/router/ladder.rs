@@ -246,7 +246,7 @@ pub fn route(
             let known = there(endpoint, &held);
             let held = held.get(endpoint).map_or(0, |held| measure(service, held));
             let uncached_tokens = named.map_or(0, |named| uncached(service, named, held));
-            Decision { tier, miss, uncached_tokens, ..known }
+            Decision { tier, uncached_tokens, miss, ..known }
         }
         _ => descend(service, named, view, (caller, tried), &held, candidates, word),
     };
@@ -294,11 +294,9 @@ fn descend(
         Err(miss) => Decision { miss: Some(miss), ..Decision::default() },
     };
     let observes = service.rule.kv.observe;
-    let work = |endpoint: Option<usize>| {
-        endpoint.and_then(|endpoint| candidates.get(endpoint)).map_or(0, |candidate| candidate.uncached_tokens)
-    };
-    if decision.endpoint.is_some() && !observes {
-        return Decision { uncached_tokens: work(decision.endpoint), ..decision };
+    if let Some(endpoint) = decision.endpoint.filter(|_| !observes) {
+        let uncached_tokens = candidates.get(endpoint).map_or(0, |candidate| candidate.uncached_tokens);
+        return Decision { uncached_tokens, ..decision };
     }
     let by_cost = service.settings.blend == Blend::Cost && named.is_ok() && !observes;
     let chosen = if let Some((endpoint, tier)) = word.choice {
@@ -313,8 +311,8 @@ fn descend(
         let known = endpoint.map(|endpoint| there(endpoint, held)).unwrap_or_default();
         Decision { rank: None, moved, ..known }
     };
-    let work = chosen.endpoint.and_then(|endpoint| candidates.get(endpoint));
-    let chosen = Decision { uncached_tokens: work.map_or(0, |candidate| candidate.uncached_tokens), ..chosen };
+    let there = chosen.endpoint.and_then(|endpoint| candidates.get(endpoint));
+    let chosen = Decision { uncached_tokens: there.map_or(0, |candidate| candidate.uncached_tokens), ..chosen };
     if !observes {
         return Decision {
             endpoint: chosen.endpoint,

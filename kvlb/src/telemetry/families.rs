@@ -237,6 +237,12 @@ families! {
     /// Lines of the access log that were not, by cause.
     access_log_dropped: counters("kvlb_access_log_dropped_total", ["reason"]);
 
+    // The decision log.
+    /// Lines of the decision log that were written.
+    decision_log_lines: counter("kvlb_decision_log_lines_total");
+    /// Lines of the decision log that were not, by cause.
+    decision_log_dropped: counters("kvlb_decision_log_dropped_total", ["reason"]);
+
     // The API.
     /// Requests and connections that the API turned away, by cause.
     api_denied: counters("kvlb_api_denied_total", ["reason"]);

@@ -47,7 +47,9 @@ pub(super) fn read(path: &Path, replay: &Replay) -> Result<Workload> {
     let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
     let name = path.file_stem().map_or_else(|| "record".to_owned(), |stem| stem.to_string_lossy().into_owned());
     let first = text.lines().next().unwrap_or_default();
-    let workload = if first.contains("hash_ids") {
+    let workload = if first.contains("\"block_size\"") {
+        decisions(&name, &text, replay)
+    } else if first.contains("hash_ids") {
         mooncake(&name, &text, replay)
     } else if first.contains("ContextTokens") {
         azure(&name, &text, replay)
@@ -56,6 +58,48 @@ pub(super) fn read(path: &Path, replay: &Replay) -> Result<Workload> {
     }?;
     ensure!(workload.requests() > 0, "{}: no request", path.display());
     Ok(workload)
+}
+
+/// One line of kvlb's decision log.
+#[derive(Debug, Deserialize)]
+struct Decided {
+    /// Milliseconds.
+    timestamp: u64,
+    block_size: u32,
+    input_length: u32,
+    output_length: Option<u32>,
+    hash_ids: Vec<u64>,
+}
+
+/// Tokens of an answer whose length nobody said: a short chat's.
+const OUTPUT_TOKENS: u32 = 200;
+
+/// A request is in the log when it has ended, so lines are not in order.
+fn decisions(name: &str, text: &str, replay: &Replay) -> Result<Workload> {
+    let read = |(number, line): (usize, &str)| {
+        serde_json::from_str::<Decided>(line).with_context(|| format!("line {}", number + 1))
+    };
+    let mut lines = text.lines().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+    lines.sort_by_key(|line| line.timestamp);
+    lines.truncate(replay.limit);
+    let first = lines.first().context("no request")?;
+    let (begin, block_size) = (first.timestamp, first.block_size.max(1));
+    let tokens = u64::from(large().blocks) * u64::from(large().block_size);
+    let blocks = u32::try_from(tokens / u64::from(block_size))?;
+    let build = Build { block_size, blocks: replay.blocks.unwrap_or(blocks), ..large() };
+    let ask = |(number, line): (usize, Decided)| {
+        let output = line.output_length.unwrap_or(OUTPUT_TOKENS).max(1);
+        let all = ((line.input_length + output) / block_size) as usize;
+        Ok(Ask {
+            at: Duration::from_secs_f64(float(usize::try_from(line.timestamp - begin)?) / 1e3 / replay.speed),
+            tokens: line.input_length.max(1),
+            output,
+            names: numbered(&line.hash_ids, all.saturating_sub(line.hash_ids.len()), u64::MAX - number as u64),
+            counts: true,
+        })
+    };
+    let asks = lines.into_iter().enumerate().map(ask).collect::<Result<Vec<_>>>()?;
+    Ok(recorded(name, build, replay.engines, asks))
 }
 
 fn mooncake(name: &str, text: &str, replay: &Replay) -> Result<Workload> {
@@ -114,6 +158,24 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new()?;
         file.write_all(text.as_bytes())?;
         read(file.path(), &REPLAY)
+    }
+
+    #[test]
+    fn a_decision_log_is_replayed_in_the_order_in_which_requests_came() {
+        let line = |at: u64, names: &str| {
+            format!(
+                r#"{{"timestamp":{at},"rule":1,"block_size":16,"input_length":40,"output_length":null,"hash_ids":[{names}],"endpoint":0,"tier":"2","depth":0,"spill":false,"first_byte_ms":1.5}}"#
+            )
+        };
+        let max = u64::MAX;
+        let text = format!("{}\n{}\n", line(5_000, &format!("7,{max}")), line(1_000, "7,8"));
+        let workload = written(&text).unwrap();
+        let asks = &workload.stages[0].asks;
+        assert_eq!((workload.build.block_size, asks.len()), (16, 2));
+        assert_eq!((asks[0].at, asks[1].at), (Duration::ZERO, Duration::from_secs(2)), "twice as fast");
+        assert_eq!(asks[0].names[0], asks[1].names[0]);
+        assert_ne!(asks[0].names[1], asks[1].names[1]);
+        assert_eq!((asks[0].tokens, asks[0].output), (40, OUTPUT_TOKENS));
     }
 
     #[test]

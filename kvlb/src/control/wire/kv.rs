@@ -8,7 +8,7 @@ use super::{Body, KvArguments};
 use crate::contract::{BlockSize, HashAlgo};
 use crate::control::Problem;
 use crate::fleet::{BlendRule, Endpoint, EngineType, ExactMode, Keying, KvRule, Relief, Role, Score, TierWeights};
-use crate::policy::BLENDS;
+use crate::policy::{BLENDS, UnknownBlend};
 
 /// vLLM's default on GPUs, and the document's.
 const BLOCK_SIZE: u32 = 16;
@@ -116,7 +116,9 @@ fn blend(args: &KvArguments) -> Result<BlendRule, Problem> {
     let mode = args.lb_mode.as_deref().filter(|text| !text.is_empty());
     let relief = args.spill_relief.as_deref().filter(|text| !text.is_empty());
     Ok(BlendRule {
-        mode: mode.map(|text| text.parse().map_err(|_| bad("kvLbMode", text, &format!("use {BLENDS}")))).transpose()?,
+        mode: mode
+            .map(|text| text.parse().map_err(|UnknownBlend(_)| bad("kvLbMode", text, &format!("use {BLENDS}"))))
+            .transpose()?,
         load_floor: args.load_floor,
         mean_load_factor: args.mean_load_factor,
         load_penalty: args.load_penalty,

@@ -107,7 +107,7 @@ fn leaving_while_the_answer_streams_is_passed_on_at_once(io: Io) {
 /// openai's client does not wait for what ends the framing.
 fn leaving_behind_the_last_event_of_a_stream_is_no_leaving(io: Io) {
     let event = r#"data: {"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}"#;
-    let usage = Some(Usage { prompt_tokens: 9, cached_tokens: Some(8) });
+    let usage = Some(Usage { prompt_tokens: 9, cached_tokens: Some(8), output_tokens: None });
     for (last, is_end) in
         [("data: [DONE]\n\n", true), ("data: {\"text\":\"[DONE]\"}\n\n", false), ("data: [DONE]", false)]
     {

@@ -15,7 +15,7 @@ on_both_back_ends![
     reading_it_delays_nothing_and_changes_nothing,
 ];
 
-const USAGE: Usage = Usage { prompt_tokens: 41, cached_tokens: Some(32) };
+const USAGE: Usage = Usage { prompt_tokens: 41, cached_tokens: Some(32), output_tokens: Some(6) };
 const SAID: &str = r#""usage":{"prompt_tokens":41,"total_tokens":47,"prompt_tokens_details":{"cached_tokens":32}}"#;
 
 fn document(letters: usize) -> String {

@@ -404,7 +404,7 @@ mod tests {
             cuts.sort_unstable();
             let mut tail = Tail::new(medium);
             cuts.windows(2).for_each(|pair| tail.take(&body.as_bytes()[pair[0]..pair[1]]));
-            prop_assert_eq!(tail.usage(), expected);
+            prop_assert_eq!(tail.usage().map(|usage| Usage { output_tokens: None, ..usage }), expected);
         }
 
         #[test]

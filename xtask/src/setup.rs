@@ -195,6 +195,26 @@ fn llvm_prefix() -> std::path::PathBuf {
     Path::new("/usr/lib").join(format!("llvm-{LLVM}"))
 }
 
+/// Installs Python packages into an environment of their own at `venv`, from the workspace's root; the `bare` ones without
+/// what they ask for.
+pub(crate) fn python_packages(venv: &str, packages: &[&str], bare: &[&str]) -> Result<()> {
+    let python = root().join(venv).join("bin/python");
+    if !python.is_file() {
+        done(Command::new("python3").args(["-m", "venv"]).arg(root().join(venv)))
+            .context("make an environment for Python")?;
+    }
+    for (options, packages) in [(&[][..], packages), (&["--no-deps"], bare)] {
+        if packages.is_empty() {
+            continue;
+        }
+        println!("setup: pip install {} into {venv}", packages.join(" "));
+        let mut pip = Command::new(&python);
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+        done(pip.args(options).args(packages))?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,6 +1,5 @@
 //! `cargo xtask side-by-side`: kvlb and other routers in front of the same simulated engines, under the same load.
 
-use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -13,7 +12,7 @@ const INSIDE: &str = "SIDE_BY_SIDE_INSIDE";
 
 /// The releases that docs/policy.md compares with. The last comes without what it asks for: its select service needs none.
 const PACKAGES: [&str; 2] = ["vllm-router==0.1.17", "ai-dynamo-runtime==1.6.1"];
-const BARE_PACKAGE: &str = "ai-dynamo==1.6.1";
+const BARE_PACKAGES: [&str; 1] = ["ai-dynamo==1.6.1"];
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -36,29 +35,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     setup::build().context("set up what the build needs")?;
     setup::network().context("set up what the network namespace needs")?;
     if args.install || rest.len() < args.rest.len() {
-        packages().context("install vllm-router and Dynamo")?;
+        setup::python_packages("target/peers/venv", &PACKAGES, &BARE_PACKAGES)
+            .context("install vllm-router and Dynamo")?;
     }
     let mut build = cargo();
     // The whole workspace, so that kvlb is built as it is shipped.
     build.args(["build", "--workspace", "--exclude", "kvlb-ebpf", "--bins", "--release"]);
     done(build.current_dir(root())).context("build kvlb and the simulated engine")?;
     in_namespace(INSIDE)
-}
-
-fn venv() -> PathBuf {
-    root().join("target/peers/venv")
-}
-
-fn packages() -> Result<()> {
-    if !venv().join("bin/python").is_file() {
-        done(Command::new("python3").args(["-m", "venv"]).arg(venv())).context("make an environment for Python")?;
-    }
-    println!("setup: pip install {} {BARE_PACKAGE} into target/peers/venv", PACKAGES.join(" "));
-    let pip = || {
-        let mut pip = Command::new(venv().join("bin/python"));
-        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-        pip
-    };
-    done(pip().args(PACKAGES))?;
-    done(pip().args(["--no-deps", BARE_PACKAGE]))
 }

@@ -1,6 +1,7 @@
 //! What the proxy asks of the rest of kvlb: which rule, which endpoint, and what to count.
 
 mod gate;
+mod legs;
 
 use std::borrow::Cow;
 use std::hash::Hash as _;
@@ -16,14 +17,14 @@ use super::pinning::{self, Pinning, Read};
 use crate::clock;
 use crate::contract::{Extra, TokenId};
 use crate::control::live;
-use crate::fleet::{EndpointKey, ExactMode, Limits, Rule, Selector};
+use crate::fleet::{EndpointKey, ExactMode, Limits, Role, Rule, Selector};
 use crate::openai::{self, Glimpse, Kind, Prompt};
 use crate::policy::Leave;
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Framing, Haste, Head, Refused, Reply, Request, Standing, Survey,
-    Target, Terms, Unseen, Usage,
+    Addresses, Arrival, Backplane, Body, Call, Event, Framing, HandedOver, Haste, Head, Plan, Prefilled, Refused, Reply,
+    Request, Standing, Survey, Target, Terms, Unseen, Usage,
 };
-use crate::router::{self, Caller, Decision, Lookup, Miss, Named, Reason, Space, Step, Tier, View};
+use crate::router::{self, Caller, Decision, Lookup, Miss, Named, Part, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
 use crate::state::{
     Backlog, Expectation, InFlight, Onlooker, Permit, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger,
@@ -32,6 +33,7 @@ use crate::telemetry::access::{Facts, bounded};
 use crate::telemetry::decisions::{self, DecisionLog};
 use crate::tokenize::{self, Tokenizer};
 use gate::Gate;
+use legs::Way;
 
 /// Bodies from this size on are decided on the worker pool: from JSON to names, 128 KiB that nobody has seen before take
 /// half a millisecond.
@@ -63,12 +65,13 @@ pub(super) struct Desk {
     /// There is an access log.
     logs: bool,
     decisions: Option<DecisionLog>,
+    ids: legs::Ids,
 }
 
 impl Desk {
     pub(super) fn new(state: Arc<State>, hash_debug: bool, logs: bool, decisions: Option<DecisionLog>) -> Self {
         let handles = Arc::new(Handles::new(Arc::clone(&state.metrics)));
-        Self { state, handles, hash_debug, logs, decisions }
+        Self { state, handles, hash_debug, logs, decisions, ids: legs::Ids::default() }
     }
 
     /// Whether any rule of a request's VIP looks into bodies: for blocks, for who asks, for the model, or for how many prompts
@@ -118,7 +121,7 @@ impl Desk {
         service: Arc<Service>,
         model: Option<String>,
         named: Result<Named, Miss>,
-        (shape, caller): (Shape, Caller),
+        (shape, caller, way): (Shape, Caller, Way),
     ) -> Errand {
         let asks = request.head.method() == "POST" && openai::kind(request.head.path()) != Kind::Other;
         Errand {
@@ -128,6 +131,7 @@ impl Desk {
             caller,
             pinning: Pinning::default(),
             shape,
+            way,
             model,
             decision: None,
             settled: None,
@@ -328,7 +332,8 @@ impl Backplane for Desk {
             _ => Read::Unseen,
         };
         let caller = caller(&service, request, &read);
-        Ok(self.call(request, service, model, named, (shape, caller)))
+        let way = legs::way(&service, request, &self.ids, false)?;
+        Ok(self.call(request, service, model, named, (shape, caller, way)))
     }
 
     fn begin_hastily(&self, request: &Request, haste: Haste) -> Result<Errand, Reply> {
@@ -352,7 +357,8 @@ impl Backplane for Desk {
         };
         let service = self.service(request, model.as_deref())?;
         let caller = caller(&service, request, &Read::Unseen);
-        Ok(self.call(request, service, model, Err(miss), (Shape::default(), caller)))
+        let way = legs::way(&service, request, &self.ids, true)?;
+        Ok(self.call(request, service, model, Err(miss), (Shape::default(), caller, way)))
     }
 
     fn models(&self, request: &Request) -> Vec<Errand> {
@@ -366,7 +372,7 @@ impl Backplane for Desk {
             return Vec::new();
         }
         let unnamed = || Err(Miss::new(Reason::TextEmpty));
-        let nobody = || (Shape::default(), Caller::at(request.arrival.client.ip()));
+        let nobody = || (Shape::default(), Caller::at(request.arrival.client.ip()), Way::Unsplit);
         services.into_iter().map(|service| self.call(request, service, None, unnamed(), nobody())).collect()
     }
 }
@@ -418,6 +424,7 @@ pub(super) struct Errand {
     caller: Caller,
     pinning: Pinning,
     shape: Shape,
+    way: Way,
     /// The model that the client asked for, where somebody looked.
     model: Option<String>,
     /// The last choice, until one has been counted.
@@ -459,6 +466,26 @@ impl Call for Errand {
         }
     }
 
+    fn plan(&mut self) -> Plan {
+        self.make_plan()
+    }
+
+    fn prefill_body(&mut self, body: &[u8]) -> Vec<u8> {
+        self.write_prefill_body(body)
+    }
+
+    fn hand_over(&mut self, prefilled: &Prefilled<'_>, body: &[u8]) -> HandedOver {
+        self.finish_prefill(prefilled, body)
+    }
+
+    fn start_over(&mut self) {
+        self.begin_anew();
+    }
+
+    fn release_body(&mut self, body: &[u8]) -> Option<Vec<u8>> {
+        self.write_release_body(body)
+    }
+
     fn choose(&mut self, tried: &[usize]) -> Option<Target<InFlight>> {
         // What the last try was to bring will not come.
         self.expectations.clear();
@@ -471,7 +498,10 @@ impl Call for Errand {
     }
 
     fn standing(&mut self, tried: &[usize]) -> Standing {
-        self.stand(tried)
+        match self.stand(tried) {
+            Standing::Nobody => self.stand_in_pool(),
+            standing => standing,
+        }
     }
 
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
@@ -501,7 +531,9 @@ impl Call for Errand {
                 {
                     self.decision = Some(self.earlier.swap_remove(of_endpoint));
                 }
-                let tier = self.decision.as_ref().map_or(Tier::Selector, |decision| decision.tier);
+                self.count_leg_end(if status < 500 || self.part() == Part::Decode { "answered" } else { "failed" });
+                let chosen = self.decision.as_ref().map(|decision| decision.tier);
+                let tier = chosen.or_else(|| self.settled_tier()).unwrap_or_default();
                 self.handles.first_byte(tier).observe(waited.as_secs_f64());
                 if let Some(diary) = &mut self.diary {
                     diary.waited = Some(waited);
@@ -524,6 +556,7 @@ impl Call for Errand {
                 }
                 self.settle();
             }
+            Event::PrefillFailed { position, status } => self.prefill_failed(position, status),
             Event::Unasked { position } | Event::Busy { position, .. } | Event::Lost { position } => {
                 self.pinning.passed_over(&self.service, &self.caller, position);
             }
@@ -538,7 +571,8 @@ impl Call for Errand {
                 if let Some(diary) = &mut self.diary {
                     diary.output_tokens = usage.and_then(|usage| usage.output_tokens);
                 }
-                if let Some(usage) = usage.filter(|_| self.is_comparable()) {
+                // Of a split request the prefill endpoint has said it.
+                if let Some(usage) = usage.filter(|_| self.is_comparable() && self.legs().is_none()) {
                     self.compare(position, &usage);
                 }
                 tracing::debug!(
@@ -550,6 +584,7 @@ impl Call for Errand {
                 );
             }
             Event::Died { position, status } | Event::TimedOut { position, status: Some(status) } => {
+                self.count_leg_end(if matches!(event, Event::Died { .. }) { "died" } else { "timed_out" });
                 self.failed(position, Failed::Answer(status));
                 self.pinning.failed(&self.service, &self.caller, position);
                 self.count_class(status);
@@ -560,6 +595,7 @@ impl Call for Errand {
                 self.settle();
             }
             Event::BrokeOff { position } => {
+                self.count_leg_end("broke_off");
                 self.failed(position, Failed::BrokeOff);
                 self.pinning.failed(&self.service, &self.caller, position);
                 self.settle();
@@ -599,20 +635,27 @@ impl Errand {
     /// another one does not: else a dead endpoint would get the turn after each failure again.
     fn decide(&mut self, tried: &[usize], first: bool) -> (Decision, bool) {
         let start = clock::now();
-        if first {
+        let part = self.part();
+        if first && part != Part::Decode {
             self.service.retries.request(start);
-            if self.service.breakers_are_ignored() {
+        }
+        if first {
+            let role = if part == Part::Decode { Role::Decode } else { Role::Prefill };
+            if self.service.breakers_are_ignored(role) {
                 let rule = self.service.rule().id.to_string();
                 self.state.metrics.breaker_panic.with_label_values(&[rule.as_str()]).inc();
             }
         }
         let onlooker = Onlooker(&self.service);
         let view: &dyn View = if first { &*self.service } else { &onlooker };
-        let mut decision = router::route(&self.service.ready, &self.named, view, &self.caller, tried);
+        let mut decision = self.route(view, tried);
+        if part == Part::Decode {
+            return self.admitted(decision, tried);
+        }
         self.handles.step(Step::Choose).observe(clock::now().saturating_duration_since(start).as_secs_f64());
         if !self.pinning.chosen(&self.service, &self.caller, &decision, tried) {
             // Another request of the same conversation was faster: they go together.
-            decision = router::route(&self.service.ready, &self.named, &onlooker, &self.caller, tried);
+            decision = self.route(&onlooker, tried);
             self.pinning.chosen(&self.service, &self.caller, &decision, tried);
         }
         let before = decision.endpoint;
@@ -625,6 +668,9 @@ impl Errand {
 
     /// Goes by a decision.
     fn go(&mut self, decision: Decision, is_trial: bool, permit: Option<Permit>) -> Option<Target<InFlight>> {
+        if self.part() == Part::Decode {
+            return self.go_on(&decision, is_trial, permit);
+        }
         let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial, permit));
         if let Some(position) = decision.endpoint {
             self.expect(position, &decision);
@@ -670,7 +716,7 @@ impl Errand {
         }
         let passed_over: Vec<usize> = tried.iter().copied().chain(decision.endpoint).collect();
         let view = Onlooker(&self.service);
-        let other = router::route(&self.service.ready, &self.named, &view, &self.caller, &passed_over);
+        let other = self.route(&view, &passed_over);
         (if other.endpoint.is_some() { other } else { decision }, false)
     }
 
@@ -761,7 +807,7 @@ impl Errand {
             }
         }
         let addresses = Addresses(endpoint.addresses());
-        let rank = decision.rank.filter(|_| decision.tier != Tier::Selector && !self.ranked);
+        let rank = self.rank(position, decision);
         let request_fields = rank.map(|rank| format!("{RANK_FIELD}: {rank}\r\n").into_bytes()).unwrap_or_default();
         Some(Target { position, addresses, fields, request_fields, guard })
     }
@@ -988,7 +1034,7 @@ fn asked(request: &Request) -> openai::Request<'_> {
 
 /// Whether a rule's choice depends on what is in prompts' bodies.
 fn reads_prompts(rule: &Rule) -> bool {
-    rule.kv.mode != ExactMode::Off || rule.pinning.trie.is_some() || rule.knows_users() || rule.hashes_prompts()
+    rule.kv.mode != ExactMode::Off || rule.pinning.trie.is_some() || rule.knows_users() || rule.hashes_prompts() || rule.is_split()
 }
 
 /// Whether the rules at the address where a request arrived are told apart by its model.

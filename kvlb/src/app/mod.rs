@@ -1,5 +1,6 @@
 //! The list of parts, in the order in which they start and stop.
 
+mod bootstrap;
 mod crew;
 mod desk;
 mod handles;
@@ -312,6 +313,7 @@ impl Parts {
             tasks.spawn(zero.follow(Arc::clone(state), self.asker.clone()));
         }
         tasks.spawn(learn::keep_learning(Arc::clone(state), self.asker.clone()));
+        tasks.spawn(bootstrap::keep_asking(Arc::clone(state), self.asker.clone()));
         if let Some(every) = config.scrape_interval {
             tasks.spawn(scrape::keep_scraping(Arc::clone(state), self.asker.clone(), every));
         }
@@ -502,6 +504,7 @@ fn state_config(config: &Config) -> state::Config {
         settings: config.kv.settings,
         spill_relief: config.kv.relief,
         min_match_tokens: config.kv.min_match_tokens,
+        prefill_timeout: config.prefill_timeout,
         max_blocks: config.kv.max_blocks,
         text_bytes: config.text_cache,
         index_seed: RandomState::new().hash_one(std::process::id()),

@@ -72,6 +72,8 @@ pub(super) struct Pinning {
     by_selector: bool,
     /// The endpoint has answered, and has its keys.
     is_kept: bool,
+    /// The endpoint that computed the prompt, where another decodes.
+    prefill: Option<EndpointId>,
 }
 
 impl Pinning {
@@ -102,6 +104,19 @@ impl Pinning {
         true
     }
 
+    /// The endpoint has computed the prompt, and another will decode.
+    pub(super) fn prefilled(&mut self, endpoint: EndpointId) {
+        self.prefill = Some(endpoint);
+    }
+
+    /// Where a request is that this endpoint answers.
+    fn pin(&self, endpoint: EndpointId) -> Pin {
+        match self.prefill {
+            Some(prefill) => Pin { endpoint: prefill, decode: Some(endpoint) },
+            None => Pin::at(endpoint),
+        }
+    }
+
     /// The endpoint answers, and not that it cannot: the request's keys are pinned to it.
     pub(super) fn answered(&mut self, service: &Service, caller: &Caller, position: usize) {
         if caller.is_nobody() {
@@ -110,7 +125,7 @@ impl Pinning {
         let Some(endpoint) = service.endpoints.get(position) else { return };
         let now = clock::now();
         for (sessions, key, ttl) in self.tables(service, caller) {
-            sessions.keep(key, Pin::at(endpoint.meters.id), (ttl, now));
+            sessions.keep(key, self.pin(endpoint.meters.id), (ttl, now));
         }
         self.claims.clear();
         self.is_kept = true;
@@ -124,7 +139,7 @@ impl Pinning {
         let Some(endpoint) = service.endpoints.get(position) else { return };
         let now = clock::now();
         for (sessions, key, ttl) in self.tables(service, caller) {
-            sessions.prolong(key, Pin::at(endpoint.meters.id), (ttl, now));
+            sessions.prolong(key, self.pin(endpoint.meters.id), (ttl, now));
         }
     }
 

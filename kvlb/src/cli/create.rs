@@ -296,6 +296,21 @@ struct ProxyFlags {
     /// Seconds of a whole request; 0: no limit
     #[arg(long, value_name = "SECONDS")]
     max_stream_duration: Option<i64>,
+    /// How blocks get from prefill to decode endpoints: nixl or mooncake
+    #[arg(long, value_name = "CONNECTOR")]
+    pd_handoff: Option<String>,
+    /// Milliseconds that a prefill leg may take; 0: LLB_PD_PREFILL_TIMEOUT_SEC
+    #[arg(long, value_name = "MS")]
+    pd_prefill_timeout: Option<i64>,
+    /// Milliseconds to the first byte of a decode leg's answer; 0: as long as a prefill leg
+    #[arg(long, value_name = "MS")]
+    pd_decode_timeout: Option<i64>,
+    /// Milliseconds from a prefill leg's answer until its decode leg is under way; 0: 10000
+    #[arg(long, value_name = "MS")]
+    pd_handoff_timeout: Option<i64>,
+    /// Mooncake's bootstrap port at prefill endpoints; 0: 8998
+    #[arg(long, value_name = "PORT")]
+    pd_bootstrap_port: Option<i64>,
     /// Endpoints that fail again and again get no traffic for a while; true unless said
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     cb_enable: Option<bool>,
@@ -320,6 +335,9 @@ struct ProxyFlags {
     /// The same at a prefill endpoint
     #[arg(long, value_name = "N")]
     fc_prefill_max_inflight: Option<i64>,
+    /// The same at a decode endpoint
+    #[arg(long, value_name = "N")]
+    fc_decode_max_inflight: Option<i64>,
     /// Requests that may wait for a place; 0: they are refused
     #[arg(long, value_name = "N")]
     fc_max_queue_depth: Option<i64>,
@@ -340,14 +358,10 @@ struct StoredFlags {
     kv_warmup: Option<i64>,
     #[arg(long, value_name = "PORT", value_delimiter = ',', hide_short_help = true)]
     nixl_port: Vec<i64>,
-    #[arg(long, value_name = "PORT")]
-    pd_bootstrap_port: Option<i64>,
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     sse_mode: Option<bool>,
     #[arg(long, value_name = "SECONDS")]
     backend_keepalive_interval: Option<i64>,
-    #[arg(long, value_name = "N")]
-    fc_decode_max_inflight: Option<i64>,
 }
 
 impl LoadBalancer {
@@ -482,6 +496,11 @@ impl ProxyFlags {
         f.set("timeoutMemberConnect", self.connect_timeout);
         f.set("timeoutFirstByte", self.first_byte_timeout);
         f.set("max_stream_duration_sec", self.max_stream_duration);
+        f.set("pdHandoff", self.pd_handoff.as_ref());
+        f.set("timeoutPdPrefill", self.pd_prefill_timeout);
+        f.set("timeoutPdDecode", self.pd_decode_timeout);
+        f.set("timeoutPdHandoff", self.pd_handoff_timeout);
+        f.set("pdBootstrapPort", self.pd_bootstrap_port);
         f.set("cb_enable", self.cb_enable);
         f.set("cb_connect_failures", self.cb_connect_failures);
         f.set("cb_answer_failures", self.cb_answer_failures);
@@ -490,6 +509,7 @@ impl ProxyFlags {
         f.set("fc_max_outstanding", self.fc_max_outstanding);
         f.set("fc_ep_max_inflight", self.fc_ep_max_inflight);
         f.set("fc_prefill_max_inflight", self.fc_prefill_max_inflight);
+        f.set("fc_decode_max_inflight", self.fc_decode_max_inflight);
         f.set("fc_max_queue_depth", self.fc_max_queue_depth);
         f.set("fc_max_queue_wait_ms", self.fc_max_queue_wait_ms);
         f.set("backend_protocol", self.backend_protocol.as_ref());
@@ -510,10 +530,8 @@ impl PinningFlags {
 impl StoredFlags {
     fn fill(&self, f: &mut Fields) {
         f.set("kvWarmupSec", self.kv_warmup);
-        f.set("pdBootstrapPort", self.pd_bootstrap_port);
         f.set("sse_mode", self.sse_mode);
         f.set("backend_keepalive_interval_sec", self.backend_keepalive_interval);
-        f.set("fc_decode_max_inflight", self.fc_decode_max_inflight);
     }
 }
 

@@ -43,18 +43,14 @@ const DECISION_BUDGET_MS: u64 = 20;
 pub(super) const NOT_SERVED: [(&str, &str); 6] = [
     ("LOXILB_KV_ZERO_HIT_N", "kvlb proves the contract from the engine's events instead"),
     ("LLB_KV_LOADGUARD", "the load bound of LOXILB_KV_LB_MODE=hard does its work"),
-    ("LLB_PD_MAX_INFLIGHT_PER_EP", "admission control is not served"),
-    ("LLB_PD_MAX_PARK_SEC", "admission control is not served"),
+    ("LLB_PD_MAX_INFLIGHT_PER_EP", "use fc_ep_max_inflight of the rule"),
+    ("LLB_PD_MAX_PARK_SEC", "use fc_max_queue_wait_ms of the rule"),
     ("LLB_PD_ORIGIN_ERR_THRESHOLD", "use cb_answer_failures of the rule"),
     ("LOXILB_AI_CTRL_ADDR", "the AI controller is not served"),
 ];
 
-/// Accepted and checked, and without effect so far.
-pub(super) const CHECKED_ONLY: [(&str, &str); 1] =
-    [("LLB_PD_PREFILL_TIMEOUT_SEC", "prefill/decode hand-over is not served yet")];
-
 /// The variables that have their effect.
-pub(super) const SERVED: [&str; 12] = [
+pub(super) const SERVED: [&str; 13] = [
     "LLB_KV_NONE_HASH_SEED",
     "LLB_KV_HASH_DEBUG",
     "LLB_KV_MIN_MATCH_TOKENS",
@@ -67,6 +63,7 @@ pub(super) const SERVED: [&str; 12] = [
     "LOXILB_KV_COLDSTART_MIN_BLOCKS",
     "LOXILB_KV_MAX_BLOCKS",
     "LLB_KV_REPLAY_PORT_OFFSET",
+    "LLB_PD_PREFILL_TIMEOUT_SEC",
 ];
 
 impl Kv {
@@ -110,11 +107,6 @@ impl Kv {
         for (name, why) in NOT_SERVED {
             if env.names().any(|set| set == name) {
                 warnings.push(format!("{name} has no effect: {why}"));
-            }
-        }
-        for (name, why) in CHECKED_ONLY {
-            if env.names().any(|set| set == name) {
-                warnings.push(format!("{name} has no effect yet: {why}"));
             }
         }
         // What Python accepts; an engine with another PYTHONHASHSEED does not even start.

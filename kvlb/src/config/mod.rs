@@ -394,7 +394,6 @@ fn warnings(env: &Env) -> Vec<String> {
     let known: Vec<&str> = TWINS
         .into_iter()
         .chain(kv::SERVED)
-        .chain(kv::CHECKED_ONLY.map(|(name, _)| name))
         .chain(kv::NOT_SERVED.map(|(name, _)| name))
         .collect();
     for name in env.names().filter(|name| is_ours(name) && !known.contains(name)) {

@@ -1,14 +1,15 @@
-//! What we must agree on with one engine: how it names blocks and how it speaks events.
+//! What we must agree on with one engine: how it names blocks, how it speaks events, how it hands prefill to decode.
 //!
 //! Owns the vocabulary of block names ([`TokenId`], [`BlockHash`], [`Digest`], [`BlockSize`]), the chain that names a
-//! prompt's blocks ([`KeySpace`], [`Hasher`]), the decoder of an engine's event batches ([`events`]) and the check of an engine's
-//! names against our own ([`attest`]). Never touches sockets, files, the clock or the environment.
+//! prompt's blocks ([`KeySpace`], [`Hasher`]), the decoder of an engine's event batches ([`events`]), the check of an engine's
+//! names against our own ([`attest`]) and the two legs of a prefill/decode request ([`handoff`]). Never touches sockets, files, the clock or the environment.
 
 pub mod attest;
 mod cbor;
 mod chain;
 pub mod events;
 mod extra;
+pub mod handoff;
 mod msgpack;
 mod names;
 mod pickle;

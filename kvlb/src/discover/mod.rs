@@ -6,6 +6,7 @@
 //!
 //! Engines are spoken to in plain HTTP only.
 
+mod bootstrap;
 mod hear;
 mod legs;
 mod place;
@@ -18,6 +19,7 @@ mod scrape;
 #[cfg(test)]
 mod tests;
 
+pub use bootstrap::bootstrap;
 pub use hear::{hear, heard};
 pub use place::{PlaceError, place};
 pub use preflight::{Heard, Look, OurTokens, Ours, Socket, agree, preflight};

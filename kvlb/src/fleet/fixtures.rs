@@ -51,6 +51,7 @@ pub(crate) fn rule() -> Rule {
         limits: Limits::default(),
         breaker: Some(BreakerRule::default()),
         admission: None,
+        split: crate::fleet::SplitRule::default(),
         admin_down: false,
     }
 }

@@ -11,6 +11,7 @@ pub(crate) mod fixtures;
 mod pinning;
 mod readings;
 mod rule;
+mod split;
 
 pub use condition::{Admin, Breaker, Condition, Probe};
 pub use facts::{CacheConfig, EngineFacts, EventSource, Fact, Missing, Model, Version};
@@ -21,3 +22,4 @@ pub use rule::{
     Keying, KvRule, Limits, Mode, Monitor, PortRange, ProbeKind, Relief, Role, Rule, RuleId, RuleKey, Score, Selector,
     StatusCodes, TierWeights,
 };
+pub use split::{HandoffKind, SplitRule};

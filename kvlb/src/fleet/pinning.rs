@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{ExactMode, Role, Rule, Selector};
+use super::{ExactMode, Rule, Selector};
 
 /// How long a conversation is remembered unless the rule says otherwise.
 ///
@@ -70,8 +70,7 @@ impl Pinning {
 impl Rule {
     /// Whether the body's `user` tells a conversation.
     pub fn knows_users(&self) -> bool {
-        let is_split = || self.endpoints.iter().any(|endpoint| endpoint.role == Role::Prefill);
-        self.pinning.from_user || self.kv.mode == ExactMode::PrefillDecode || is_split()
+        self.pinning.from_user || self.kv.mode == ExactMode::PrefillDecode || self.is_split()
     }
 
     /// Whether its selector goes by what prompts begin with.
@@ -83,7 +82,7 @@ impl Rule {
     pub fn keeps_sessions(&self) -> bool {
         match self.selector {
             // Prefill/decode does not ask it.
-            _ if self.kv.mode == ExactMode::PrefillDecode => false,
+            _ if self.is_split() => false,
             Selector::Persist => true,
             Selector::RoundRobin => self.pinning.session.is_some(),
             _ => false,

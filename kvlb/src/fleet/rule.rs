@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::Pinning;
+use super::{Pinning, SplitRule};
 use crate::contract::{BlockSize, HashAlgo};
 
 /// The number of a rule: `id` in REST, `service_id` of the inventory, the `service` label of metrics. Never used twice
@@ -104,6 +104,8 @@ pub struct Rule {
     pub breaker: Option<BreakerRule>,
     /// How many requests its endpoints may have at a time (`fc_mode`); `None`: as many as come.
     pub admission: Option<AdmissionRule>,
+    /// How requests are split, where the rule has prefill and decode endpoints.
+    pub split: SplitRule,
     /// Set by the operator: the rule takes no traffic (`adminStateUp: false`).
     pub admin_down: bool,
 }
@@ -158,6 +160,8 @@ pub struct AdmissionRule {
     pub normal: Option<u32>,
     /// `fc_prefill_max_inflight`: at a prefill endpoint.
     pub prefill: Option<u32>,
+    /// `fc_decode_max_inflight`: at a decode endpoint.
+    pub decode: Option<u32>,
     /// `fc_max_queue_depth`: so many may wait; 0: none.
     pub queue_depth: u32,
     /// `fc_max_queue_wait_ms`: for so long.
@@ -170,8 +174,7 @@ impl AdmissionRule {
         let max = match role {
             Role::Any => self.normal,
             Role::Prefill => self.prefill,
-            // None is asked yet.
-            Role::Decode => None,
+            Role::Decode => self.decode,
         };
         max.unwrap_or(u32::MAX)
     }

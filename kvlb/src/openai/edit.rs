@@ -29,6 +29,8 @@ struct Member {
 pub enum Edit<'e> {
     /// The member has this JSON text as its value: where it is written, however often, else at the end.
     Set(&'e str, &'e [u8]),
+    /// As [`Edit::Set`], with a value that is told when the change is made: see [`Patch::apply`].
+    Fill(&'e str),
     /// The same only where the member is there.
     Replace(&'e str, &'e [u8]),
     /// The member is not there.
@@ -38,7 +40,57 @@ pub enum Edit<'e> {
 impl Edit<'_> {
     const fn key(&self) -> &str {
         match self {
-            Self::Set(key, _) | Self::Replace(key, _) | Self::Remove(key) => key,
+            Self::Set(key, _) | Self::Fill(key) | Self::Replace(key, _) | Self::Remove(key) => key,
+        }
+    }
+}
+
+/// Changes of one text, ready to be made without reading it again.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Patch {
+    /// What stands in place of these bytes, in their order.
+    cuts: Vec<(Range<usize>, Vec<Piece>)>,
+}
+
+/// What stands in place of something.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Piece {
+    Text(Vec<u8>),
+    Filling,
+}
+
+impl Patch {
+    /// The text that the patch was made for, changed; `filling` is the value of [`Edit::Fill`].
+    pub fn apply(&self, text: &[u8], filling: &[u8]) -> Vec<u8> {
+        let of_piece = |piece: &Piece| match piece {
+            Piece::Text(text) => text.len(),
+            Piece::Filling => filling.len(),
+        };
+        let more: usize = self.cuts.iter().flat_map(|(_, pieces)| pieces).map(of_piece).sum();
+        let mut out = Vec::with_capacity(text.len() + more);
+        let mut from = 0;
+        for (cut, pieces) in &self.cuts {
+            out.extend_from_slice(&text[from..cut.start]);
+            for piece in pieces {
+                out.extend_from_slice(match piece {
+                    Piece::Text(text) => text,
+                    Piece::Filling => filling,
+                });
+            }
+            from = cut.end;
+        }
+        out.extend_from_slice(&text[from..]);
+        out
+    }
+
+    /// Whether it changes nothing.
+    pub fn is_empty(&self) -> bool {
+        self.cuts.is_empty()
+    }
+
+    fn cut(&mut self, range: Range<usize>, pieces: Vec<Piece>) {
+        if !range.is_empty() || !pieces.is_empty() {
+            self.cuts.push((range, pieces));
         }
     }
 }
@@ -68,46 +120,60 @@ impl<'a> Members<'a> {
         Some(&self.text[found.value.clone()])
     }
 
-    /// The text with these changes; of two for one member the first counts.
+    /// The text with these changes; of two for one member the first counts. [`Edit::Fill`] makes it null.
     pub fn edited(&self, edits: &[Edit<'_>]) -> Vec<u8> {
+        self.patch(edits).apply(self.text, b"null")
+    }
+
+    /// These changes, for later; of two for one member the first counts.
+    pub fn patch(&self, edits: &[Edit<'_>]) -> Patch {
         let of_key = |key: &str| edits.iter().find(|edit| edit.key() == key);
-        let mut out = Vec::with_capacity(self.text.len() + 256);
-        out.extend_from_slice(&self.text[..=self.open]);
+        let mut patch = Patch::default();
+        // Where what stays of the text goes on, and whether any member stays.
         let (mut from, mut any) = (self.open + 1, false);
+        let mut removed_from = None;
         for member in &self.all {
-            let before = &self.text[from..member.value.start];
+            let before = from..member.value.start;
             from = member.value.end;
-            let value = match of_key(&member.key) {
-                Some(Edit::Remove(_)) => continue,
-                Some(Edit::Set(_, value) | Edit::Replace(_, value)) => *value,
-                None => &self.text[member.value.clone()],
-            };
+            let edit = of_key(&member.key);
+            if matches!(edit, Some(Edit::Remove(_))) {
+                removed_from.get_or_insert(before.start);
+                continue;
+            }
+            let text = &self.text[before.clone()];
             // Between two values there is a comma, before the first there is none.
             let comma =
-                before.iter().position(|byte| *byte == b',').filter(|comma| before[..*comma].trim_ascii().is_empty());
-            match (comma, any) {
-                (Some(comma), false) => out.extend_from_slice(&before[comma + 1..]),
-                _ => out.extend_from_slice(before),
+                text.iter().position(|byte| *byte == b',').filter(|comma| text[..*comma].trim_ascii().is_empty());
+            let stays = match comma {
+                Some(comma) if !any => before.start + comma + 1,
+                _ => before.start,
+            };
+            patch.cut(removed_from.take().unwrap_or(before.start)..stays, Vec::new());
+            match edit {
+                Some(Edit::Set(_, value) | Edit::Replace(_, value)) => {
+                    patch.cut(member.value.clone(), vec![Piece::Text(value.to_vec())]);
+                }
+                Some(Edit::Fill(_)) => patch.cut(member.value.clone(), vec![Piece::Filling]),
+                Some(Edit::Remove(_)) | None => {}
             }
-            out.extend_from_slice(value);
             any = true;
         }
         let present = |key: &str| self.all.iter().any(|member| member.key == key);
+        let mut added = Vec::new();
         for (number, edit) in edits.iter().enumerate() {
             let is_first = !edits[..number].iter().any(|other| other.key() == edit.key());
-            if let Edit::Set(key, value) = edit
-                && is_first
-                && !present(key)
-            {
-                out.extend_from_slice(if any { b",\"" } else { b"\"" });
-                out.extend_from_slice(key.as_bytes());
-                out.extend_from_slice(b"\":");
-                out.extend_from_slice(value);
+            let (Edit::Set(key, _) | Edit::Fill(key)) = edit else { continue };
+            if is_first && !present(key) {
+                added.push(Piece::Text([if any { b",\"".as_slice() } else { b"\"" }, key.as_bytes(), b"\":"].concat()));
+                added.push(match edit {
+                    Edit::Set(_, value) => Piece::Text(value.to_vec()),
+                    _ => Piece::Filling,
+                });
                 any = true;
             }
         }
-        out.extend_from_slice(&self.text[from..]);
-        out
+        patch.cut(removed_from.unwrap_or(from)..from, added);
+        patch
     }
 }
 
@@ -181,6 +247,19 @@ mod tests {
             edited(text, &[Edit::Set("max_tokens", b"1")]),
             r#"{"max_token\u0073":1,"max_tokens":1,"stream":true}"#
         );
+    }
+
+    #[test]
+    fn a_patch_is_filled_where_the_member_is_or_at_the_end() {
+        let filled = |text: &str, edits: &[Edit<'_>], filling: &str| {
+            let patch = Members::read(text.as_bytes()).unwrap().patch(edits);
+            String::from_utf8(patch.apply(text.as_bytes(), filling.as_bytes())).unwrap()
+        };
+        let edits = [Edit::Fill("p"), Edit::Remove("a")];
+        assert_eq!(filled(r#"{"a":1, "p" : {"x":[1]} ,"b":2}"#, &edits, r#"{"y":2}"#), r#"{ "p" : {"y":2} ,"b":2}"#);
+        assert_eq!(filled(r#"{"b":2,"a":1}"#, &edits, "[]"), r#"{"b":2,"p":[]}"#);
+        assert_eq!(filled(r#"{"a":1}"#, &edits, "[]"), r#"{"p":[]}"#);
+        assert!(Members::read(b"{\"b\":1}").unwrap().patch(&[Edit::Remove("a"), Edit::Replace("c", b"0")]).is_empty());
     }
 
     #[test]

@@ -13,15 +13,19 @@ mod messages;
 mod miss;
 mod prompt;
 mod responses;
+mod split;
 mod whole;
+
+use std::borrow::Cow;
 
 use serde_json::value::RawValue;
 
 pub(crate) use backwards::{Backwards, Token};
-pub use edit::{Edit, Members};
+pub use edit::{Edit, Members, Patch};
 pub use json::Json;
 pub(crate) use json::{plain_float, write_all};
 pub use miss::{BadBody, Miss, NoText, Unsupported};
+pub use split::{Whole, whole};
 pub use prompt::{Api, Chat, Input, Message, Part, PartKind, Prompt, Side, TokenOptions, ToolCall, Truncate};
 
 use crate::contract::TokenId;
@@ -66,7 +70,9 @@ pub enum Kind {
 ///
 /// Source: the routes of vLLM 0.32.0.
 pub fn kind(path: &str) -> Kind {
-    match path.trim_matches('/') {
+    // Engines decode a path before they look at it.
+    let decoded = if path.contains('%') { percent_decoded(path) } else { path.into() };
+    match decoded.trim_matches('/') {
         "v1/completions" => Kind::Completions,
         "v1/chat/completions" => Kind::Chat,
         "v1/chat/completions/batch" => Kind::ChatBatch,
@@ -75,6 +81,20 @@ pub fn kind(path: &str) -> Kind {
         "v1/messages" => Kind::Messages,
         _ => Kind::Other,
     }
+}
+
+fn percent_decoded(path: &str) -> Cow<'_, str> {
+    let mut decoded = Vec::with_capacity(path.len());
+    let mut rest = path.as_bytes();
+    while let Some((&byte, behind)) = rest.split_first() {
+        let digits = behind.get(..2).filter(|digits| byte == b'%' && digits.iter().all(u8::is_ascii_hexdigit));
+        let digits = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+            Some(byte) => (_, rest) = (decoded.push(byte), &behind[2..]),
+            None => (_, rest) = (decoded.push(byte), behind),
+        }
+    }
+    String::from_utf8(decoded).map_or(path.into(), Cow::Owned)
 }
 
 /// The model that a request names: the header, else the body's `model`, whatever the path is.

@@ -23,6 +23,12 @@ pub(super) enum Limit {
     Queue,
     /// For an answer's first byte.
     FirstByte,
+    /// For the answer of a prefill leg.
+    Prefill,
+    /// For the first byte of a decode leg's answer.
+    Decode,
+    /// From a prefill leg's answer until its decode leg is under way.
+    Handoff,
     /// Between two pieces of an answer.
     Pause,
     /// For the whole request.
@@ -34,7 +40,7 @@ pub(super) enum Limit {
 impl Limit {
     /// Whether it was the endpoint that did not keep it.
     pub(super) fn is_for_endpoint(self) -> bool {
-        matches!(self, Self::FirstByte | Self::Pause | Self::Total)
+        matches!(self, Self::FirstByte | Self::Prefill | Self::Decode | Self::Pause | Self::Total)
     }
 }
 

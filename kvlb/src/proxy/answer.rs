@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use super::backplane::{Backplane, Event};
-use super::buffer::{Chunk, SMALL};
+use super::buffer::{Chunk, LARGE, SMALL};
 use super::client::Stop;
 use super::connect::Leg;
 use super::exchange::{End, timed_out};
 use super::http::{AnswerBody, AnswerError, AnswerHead, Closing, HEAD_MAX, HeadScan};
 use super::io::{Backend, Stream};
 use super::upload::Upload;
-use super::walk::{TargetOf, Walk};
+use super::walk::{Decoding, Part, TargetOf, Walk};
 use crate::clock;
 
 /// Room in front of an answer for what its head grows by on the way; more moves it to another block.
@@ -64,7 +64,11 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     continue;
                 }
                 Ok(Some(head)) => {
-                    let waited = clock::now().saturating_duration_since(upload.ended_at().unwrap_or(self.began));
+                    let asked = match self.part {
+                        Part::Decode(Decoding { asked, .. }) => asked,
+                        _ => upload.ended_at().unwrap_or(self.began),
+                    };
+                    let waited = clock::now().saturating_duration_since(asked);
                     return Ok(Heard::Head(HeardHead { head, bytes, waited }));
                 }
                 Ok(None) => {}
@@ -80,6 +84,36 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                 _end_or_error if bytes.is_empty() && interims == 0 => return Ok(Heard::Silence),
                 _end_or_error => return Ok(Heard::BrokenOff),
             }
+        }
+    }
+
+    /// The whole body of an answer; `None` where it is cut off, makes no sense or is longer than `max`.
+    pub(super) async fn collect(
+        &mut self,
+        stream: &B::Stream,
+        head: &AnswerHead,
+        bytes: Chunk,
+        position: usize,
+        max: usize,
+    ) -> Result<Option<Vec<u8>>, End> {
+        let mut body = head.body(true);
+        let (mut whole, mut piece) = (Vec::new(), bytes);
+        piece.consume(head.length);
+        loop {
+            let Ok(progress) = body.take(piece.bytes_mut()) else { return Ok(None) };
+            piece.truncate(progress.pass);
+            whole.extend_from_slice(piece.bytes());
+            if progress.done || whole.len() > max {
+                return Ok((whole.len() <= max).then_some(whole));
+            }
+            self.arm_pause();
+            let room = Chunk::with_room(0, LARGE);
+            let read = self.client.watch(None, stream.read(room)).await;
+            piece = match read.map_err(|stop| self.stopped(stop, position))? {
+                (Ok(count), piece) if count > 0 => piece,
+                (Ok(_end), _piece) if body.ends_with_connection() => return Ok(Some(whole)),
+                (_end_or_error, _piece) => return Ok(None),
+            };
         }
     }
 

@@ -65,6 +65,30 @@ pub trait Call: Send + 'static {
     /// What the rule says about relaying.
     fn terms(&self) -> Terms;
 
+    /// How the request goes out. Asked once, before the first choice.
+    fn plan(&mut self) -> Plan {
+        Plan::AsItIs
+    }
+
+    /// Of a request in two legs: the body of the prefill leg for the endpoint chosen last. `body` is the client's.
+    fn prefill_body(&mut self, body: &[u8]) -> Vec<u8> {
+        body.to_vec()
+    }
+
+    /// Of a request in two legs: the prefill leg is done, and choices are for the decode leg from here on.
+    fn hand_over(&mut self, _prefilled: &Prefilled<'_>, body: &[u8]) -> HandedOver {
+        HandedOver { body: body.to_vec(), cached_tokens: None }
+    }
+
+    /// Of a request in two legs: the decode leg has not been started and will not be, and choices are for a prefill leg again.
+    fn start_over(&mut self) {}
+
+    /// Of a request in two legs whose client has left between them: the body of a short decode leg, which has the prefill
+    /// endpoint's blocks freed; `None` where nothing is held there.
+    fn release_body(&mut self, _body: &[u8]) -> Option<Vec<u8>> {
+        None
+    }
+
     /// The endpoint to ask, none of `tried` (positions in the rule). `None`: nobody is left, or nobody now, as
     /// [`Call::standing`] says.
     fn choose(&mut self, tried: &[usize]) -> Option<Target<Self::Guard>>;
@@ -94,6 +118,51 @@ pub trait Call: Send + 'static {
     fn facts(&self) -> Option<Facts> {
         None
     }
+}
+
+/// How a request goes out.
+#[derive(Debug)]
+pub enum Plan {
+    /// As it came.
+    AsItIs,
+    /// With this body in place of its own.
+    Edited(Vec<u8>),
+    /// To one endpoint that computes its prompt, then to one that generates.
+    TwoLegs(LegTerms),
+}
+
+/// What a rule says of the two legs of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LegTerms {
+    /// From the prefill request's end to its answer's.
+    pub prefill: Duration,
+    /// From the decode request's end to its answer's first byte.
+    pub decode: Duration,
+    /// From the prefill answer to the decode request's end: for so long the blocks are surely there.
+    pub handoff: Duration,
+    /// Field lines, each ending in CRLF, for both legs; empty for none. A field of the client's by the same name gives way.
+    pub fields: String,
+}
+
+/// A prefill leg that is done.
+#[derive(Debug)]
+pub struct Prefilled<'a> {
+    /// Which endpoint.
+    pub position: usize,
+    /// From the end of the request to the end of the answer.
+    pub took: Duration,
+    /// The answer's body.
+    pub answer: &'a [u8],
+}
+
+/// What a decode leg gets of its prefill leg.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HandedOver {
+    /// Its body.
+    pub body: Vec<u8>,
+    /// The prompt's tokens that the prefill endpoint had in its cache, where blocks are handed on: the decode endpoint's answer
+    /// counts those that it fetches, and the client is told these instead.
+    pub cached_tokens: Option<u64>,
 }
 
 /// Where a request stands for which there is no endpoint just now.
@@ -286,6 +355,13 @@ pub enum Event {
         /// Which endpoint.
         position: usize,
     },
+    /// Passed over: an endpoint did not do its prefill leg, and the client sees nothing of that.
+    PrefillFailed {
+        /// Which endpoint.
+        position: usize,
+        /// Its status; `None`: its connection ended, or its answer made no sense.
+        status: Option<u16>,
+    },
     /// The head of an endpoint's answer came in, and the client gets it: once at most for a request.
     Answered {
         /// Which endpoint.
@@ -352,6 +428,7 @@ impl Event {
             | Self::Unasked { .. }
             | Self::Busy { .. }
             | Self::Lost { .. }
+            | Self::PrefillFailed { .. }
             | Self::Answered { .. } => false,
             Self::Finished { .. }
             | Self::Died { .. }
@@ -403,6 +480,8 @@ pub enum Phase {
     Queue,
     /// A connection to an endpoint.
     Connect,
+    /// The answer of its prefill leg.
+    Prefill,
     /// The endpoint's answer.
     Wait,
     /// The rest of the answer.
@@ -411,8 +490,16 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase, in order.
-    pub const ALL: [Self; 7] =
-        [Self::Head, Self::Body, Self::Decide, Self::Queue, Self::Connect, Self::Wait, Self::Stream];
+    pub const ALL: [Self; 8] = [
+        Self::Head,
+        Self::Body,
+        Self::Decide,
+        Self::Queue,
+        Self::Connect,
+        Self::Prefill,
+        Self::Wait,
+        Self::Stream,
+    ];
 
     /// The word in `kvlb_client_aborts_total`.
     pub const fn label(self) -> &'static str {
@@ -422,6 +509,7 @@ impl Phase {
             Self::Decide => "decide",
             Self::Queue => "queue",
             Self::Connect => "connect",
+            Self::Prefill => "prefill",
             Self::Wait => "wait",
             Self::Stream => "stream",
         }

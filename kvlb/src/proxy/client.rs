@@ -3,6 +3,7 @@
 use std::cell::{Cell, OnceCell};
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -132,6 +133,11 @@ pub(super) async fn serve<B: Backend, P: Backplane>(
 impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
     pub(super) fn lane(&self) -> &Lane<B, P> {
         &self.seat.lane
+    }
+
+    /// The same, for what goes on without the client.
+    pub(super) fn lane_handle(&self) -> Rc<Lane<B, P>> {
+        Rc::clone(&self.seat.lane)
     }
 
     /// The client's address as the forwarding fields name it.

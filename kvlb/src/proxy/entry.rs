@@ -3,7 +3,7 @@
 //! Where the log is off there is no record, and a note costs a look at one word. Each request that has begun gets exactly
 //! one line: what is still open when its connection goes, by a panic of ours, is closed then.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::backplane::{Backplane, Call, Event};
 use super::client::{Client, Stop};
@@ -14,7 +14,7 @@ use super::io::Backend;
 use super::trace::Trace;
 use super::walk::Walk;
 use crate::clock;
-use crate::telemetry::access::{self, Record, Sampling, TraceIds, bounded};
+use crate::telemetry::access::{self, PrefillLeg, Record, Sampling, TraceIds, bounded};
 
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
     /// Begins an entry, where there is a log.
@@ -130,6 +130,11 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             let took = since.map(|since| clock::now().saturating_duration_since(since)).unwrap_or_default();
             record.connect = Some(record.connect.unwrap_or_default() + took);
         });
+    }
+
+    /// Notes the prefill leg that is done.
+    pub(super) fn note_prefill(&self, leg: &Leg<B::Stream>, position: usize, took: Duration) {
+        self.note(|record| record.prefill = Some(Box::new(PrefillLeg { ep_idx: position, endpoint: leg.address(), took })));
     }
 
     /// Notes which endpoint has the request, or whose answer the client gets.

@@ -138,9 +138,10 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         let began = clock::now();
         let decided = self.decide(&request).await;
         self.note(|record| record.decide = Some(clock::now().saturating_duration_since(began)));
-        let walk = Walk::new(self, decided?, began);
+        let mut walk = Walk::new(self, decided?, began);
         self.leaving.set(if walk.terms.client_half_close { Leaving::Broken } else { Leaving::HalfClose });
-        let sending = self.compose(request, passing, &walk.terms).await;
+        let plan = walk.plan();
+        let sending = self.compose(request, passing, &walk.terms, plan).await;
         Ok(Taken::Decided(walk, sending))
     }
 
@@ -197,6 +198,9 @@ pub(super) fn timed_out(limit: Limit) -> Reply {
         }
         Limit::Body => Reply::error(408, "request_body_timeout", "the request's body did not come in time"),
         Limit::Queue => Reply::error(504, "admission_queue_timeout", "no endpoint of the rule had room in time"),
+        Limit::Prefill => Reply::error(504, "pd_prefill_timeout", "the prefill endpoint did not answer in time"),
+        Limit::Decode => Reply::error(504, "pd_decode_timeout", "the decode endpoint did not begin to answer in time"),
+        Limit::Handoff => Reply::error(504, "pd_handoff_timeout", "no decode endpoint took the request in time"),
         Limit::FirstByte => Reply::error(504, "first_byte_timeout", "the endpoint did not begin to answer in time"),
         Limit::Pause => Reply::error(504, "idle_timeout", "the endpoint did not go on in time"),
         Limit::Total => Reply::error(504, "total_timeout", "the request took longer than its rule allows"),

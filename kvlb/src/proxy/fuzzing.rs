@@ -115,7 +115,7 @@ struct Read {
 
 fn scanned(bytes: &[u8], step: usize) -> Result<Read, ChunkError> {
     let (mut scanner, mut payload, mut used) = (Chunked::default(), Vec::new(), 0);
-    for piece in bytes.chunks(step) {
+    for piece in bytes.to_vec().chunks_mut(step) {
         let count = scanner.scan_showing(piece, |bytes| payload.extend_from_slice(bytes))?;
         used += count;
         if scanner.is_done() {

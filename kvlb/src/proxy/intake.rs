@@ -6,12 +6,13 @@ use tokio::sync::oneshot;
 use tokio::task::yield_now;
 
 use super::alarm::Limit;
-use super::backplane::{Backplane, Haste, Payload, Request, Survey, Terms, Unseen};
+use super::backplane::{Backplane, Haste, Payload, Plan, Request, Survey, Terms, Unseen};
 use super::buffer::{Chunk, LARGE, Lease, MEDIUM, SLICE, SMALL};
 use super::client::{Client, FRONT, Stop};
 use super::exchange::End;
 use super::http::{Chunked, Forward, Framing, Head, HeadScan, size_line};
 use super::io::{Backend, Stream};
+use super::legs::TwoLegs;
 use super::pace::Pace;
 use super::upload::{Parcel, Passing, Rest, append_end};
 
@@ -29,6 +30,8 @@ pub(super) enum Sending {
     Whole(Parcel),
     /// The head, and a body that goes through as it comes.
     Through(Vec<u8>, Box<Passing>),
+    /// Whole in memory, once for each leg.
+    TwoLegs(Box<TwoLegs>),
 }
 
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
@@ -220,7 +223,13 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
     }
 
     /// The request as endpoints get it.
-    pub(super) async fn compose(&self, request: Arc<Request>, passing: Option<Box<Passing>>, terms: &Terms) -> Sending {
+    pub(super) async fn compose(
+        &self,
+        request: Arc<Request>,
+        passing: Option<Box<Passing>>,
+        terms: &Terms,
+        plan: Plan,
+    ) -> Sending {
         let write = |head: &Head, framing, expect_continue| {
             let forward = Forward { expect_continue, ..self.forward(terms, framing) };
             let mut bytes = self.lane().scratch();
@@ -234,7 +243,16 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
                 passing,
             );
         }
+        let plan = match plan {
+            Plan::TwoLegs(terms) => return Sending::TwoLegs(Box::new(TwoLegs { request, terms })),
+            plan => plan,
+        };
         let head = &request.head;
+        if let Plan::Edited(edited) = &plan {
+            let parcel = self.parcel(head, terms, edited, false).await;
+            let lease = Arc::into_inner(request).and_then(|request| take_body(request).2);
+            return Sending::Whole(parcel.holding(lease));
+        }
         let framing = match head.framing() {
             Framing::Length(_) => Framing::Length(request.body_len() as u64),
             other => other,
@@ -256,6 +274,19 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
         let parcel = Parcel::new(&bytes, body, lease);
         self.lane().keep_scratch(bytes);
         Sending::Whole(parcel)
+    }
+}
+
+impl<B: Backend, P: Backplane> Client<'_, B, P> {
+    /// A request with a body of ours. Its answer may be `read_here`.
+    pub(super) async fn parcel(&self, head: &Head, terms: &Terms, body: &[u8], read_here: bool) -> Parcel {
+        let mut bytes = self.lane().scratch();
+        let forward = Forward { read_here, ..self.forward(terms, Framing::Length(body.len() as u64)) };
+        head.write_for_endpoint(&mut bytes, &forward);
+        let body = copy(body, Chunk::with_room(FRONT + bytes.len(), body.len())).await;
+        let parcel = Parcel::new(&bytes, body, None);
+        self.lane().keep_scratch(bytes);
+        parcel
     }
 }
 

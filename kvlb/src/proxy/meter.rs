@@ -86,6 +86,10 @@ pub enum Retry {
     StaleConnection,
     /// The engine said 503 or 429: another endpoint was asked.
     Busy,
+    /// A prefill endpoint failed: another was asked.
+    Prefill,
+    /// No decode endpoint took the request in time: both legs were begun anew.
+    Handoff,
 }
 
 impl Retry {
@@ -95,6 +99,8 @@ impl Retry {
             Self::Connect => "connect",
             Self::StaleConnection => "stale_connection",
             Self::Busy => "busy",
+            Self::Prefill => "prefill",
+            Self::Handoff => "handoff",
         }
     }
 }

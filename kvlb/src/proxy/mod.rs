@@ -15,6 +15,7 @@ mod backplane;
 mod buffer;
 mod client;
 mod connect;
+mod correct;
 mod entry;
 mod epoll;
 mod exchange;
@@ -26,6 +27,7 @@ mod idle;
 mod intake;
 mod io;
 mod lane;
+mod legs;
 mod meter;
 mod models;
 mod pace;
@@ -52,8 +54,8 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::sync::mpsc;
 
 pub use self::backplane::{
-    Addresses, Arrival, Backplane, Body, Call, ConnectFailure, Event, Haste, Phase, Request, Standing, Survey, Target,
-    Terms, Unseen,
+    Addresses, Arrival, Backplane, Body, Call, ConnectFailure, Event, HandedOver, Haste, LegTerms, Phase, Plan, Prefilled,
+    Request, Standing, Survey, Target, Terms, Unseen,
 };
 pub use self::buffer::Chunk;
 pub use self::http::{Fields, Framing, Head, Refusal, Reply};

@@ -9,11 +9,11 @@ use serde_json::Value;
 
 use super::answer::{Heard, HeardHead};
 use super::backplane::{Backplane, Event, Request};
-use super::buffer::{Chunk, LARGE};
+use super::buffer::Chunk;
 use super::client::{After, Client, Stop};
 use super::exchange::{End, timed_out};
 use super::http::{AnswerHead, Framing, Head, Reply};
-use super::io::{Backend, Stream};
+use super::io::Backend;
 use super::upload::{Parcel, Upload, send_whole};
 use super::walk::Walk;
 use crate::clock;
@@ -81,7 +81,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         match self.hear(&leg, &target, &mut upload).await? {
             Heard::Head(HeardHead { head, bytes, waited }) => {
                 let (position, status) = (target.position, head.status);
-                let body = self.collect(&leg.stream, &head, bytes, position).await?;
+                let body = self.collect(&leg.stream, &head, bytes, position, LIST_MAX).await?.unwrap_or_default();
                 let length = body.len() as u64;
                 let Some(list) = read_list(&head, body) else { return Err(self.died(position, None).into()) };
                 self.report(Event::Answered { position, status, waited });
@@ -90,35 +90,6 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             }
             Heard::Silence | Heard::BrokenOff => Err(self.died(target.position, None).into()),
             Heard::Nonsense(error) => Err(self.died(target.position, Some(error)).into()),
-        }
-    }
-
-    /// The whole body of an answer; what is cut off or too long is as good as empty.
-    async fn collect(
-        &mut self,
-        stream: &B::Stream,
-        head: &AnswerHead,
-        bytes: Chunk,
-        position: usize,
-    ) -> Result<Vec<u8>, End> {
-        let mut body = head.body(true);
-        let (mut whole, mut piece) = (Vec::new(), bytes);
-        piece.consume(head.length);
-        loop {
-            let Ok(progress) = body.take(piece.bytes_mut()) else { return Ok(Vec::new()) };
-            piece.truncate(progress.pass);
-            whole.extend_from_slice(piece.bytes());
-            if progress.done || whole.len() > LIST_MAX {
-                return Ok(whole);
-            }
-            self.arm_pause();
-            let room = Chunk::with_room(0, LARGE);
-            let read = self.client.watch(None, stream.read(room)).await;
-            piece = match read.map_err(|stop| self.stopped(stop, position))? {
-                (Ok(count), piece) if count > 0 => piece,
-                (Ok(_end), _piece) if body.ends_with_connection() => return Ok(whole),
-                (_end_or_error, _piece) => return Ok(Vec::new()),
-            };
         }
     }
 }

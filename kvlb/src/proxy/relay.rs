@@ -7,13 +7,14 @@ use super::answer::HeardHead;
 use super::backplane::{Backplane, Event, Phase};
 use super::buffer::{Chunk, LARGE, MEDIUM, SMALL};
 use super::client::{After, Stop};
+use super::correct::Correction;
 use super::exchange::End;
 use super::http::{AnswerBody, AnswerError, Closing, Medium};
 use super::io::{Backend, Stream};
 use super::meter::Direction;
 use super::upload::Upload;
 use super::usage::Tail;
-use super::walk::{Held, Walk};
+use super::walk::{Decoding, Held, Part, Walk};
 use crate::clock;
 
 /// An answer that is ready to be relayed.
@@ -47,7 +48,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.client.phase.set(Phase::Stream);
         let body = held.answer.head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut flow = Flow { body, excess: false, head: 0, passed: 0, pending: false, tail: self.tail(held) };
+        let mut flow = Flow { body, excess: false, head: 0, passed: 0, pending: false, tail: self.tail(held), correction: self.correction(held) };
         let streams =
             self.client.has_entry() && held.answer.head.medium(held.answer.bytes.bytes()) == Some(Medium::Events);
         let mut piece = self.first_piece(held, &mut flow, closing)?;
@@ -102,6 +103,13 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             return None;
         }
         head.medium(bytes.bytes()).map(|medium| Box::new(Tail::new(medium)))
+    }
+
+    /// What puts the answer right, where it is a decode leg's.
+    fn correction(&self, held: &Held<B, P>) -> Option<Box<Correction>> {
+        let Part::Decode(Decoding { cached: Some(cached), .. }) = self.part else { return None };
+        let HeardHead { head, bytes, .. } = &held.answer;
+        (head.status == 200 && head.medium(bytes.bytes()).is_some()).then(|| Box::new(Correction::new(cached)))
     }
 
     /// The head as the client gets it, with what has come of the body behind it.
@@ -178,16 +186,18 @@ struct Flow {
     /// The client may lack payload that the tail has seen.
     pending: bool,
     tail: Option<Box<Tail>>,
+    correction: Option<Box<Correction>>,
 }
 
 impl Flow {
     /// Follows the body through a piece, and keeps of it what goes on.
     fn take(&mut self, mut piece: Chunk) -> Result<Chunk, AnswerError> {
-        let progress = match &mut self.tail {
-            None => self.body.take(piece.bytes_mut())?,
-            Some(tail) => self.body.take_showing(piece.bytes_mut(), |payload| {
+        let progress = match (&mut self.tail, &mut self.correction) {
+            (None, None) => self.body.take(piece.bytes_mut())?,
+            (tail, correction) => self.body.take_showing(piece.bytes_mut(), |payload| {
                 self.pending |= !payload.is_empty();
-                tail.take(payload);
+                correction.iter_mut().for_each(|correction| correction.take(payload));
+                tail.iter_mut().for_each(|tail| tail.take(payload));
             })?,
         };
         self.excess |= progress.excess;

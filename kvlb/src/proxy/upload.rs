@@ -39,6 +39,24 @@ impl Parcel {
         Self { bytes, head: head.len(), plain: None, _lease: lease }
     }
 
+    /// Holds a part of the body budget as well.
+    pub(super) fn holding(mut self, lease: Option<Lease>) -> Self {
+        self._lease = lease;
+        self
+    }
+
+    /// What goes out.
+    pub(super) fn into_bytes(self) -> Chunk {
+        self.bytes
+    }
+
+    /// Has these field lines in its head, whichever endpoint it goes to.
+    pub(super) fn with_fields(mut self, fields: &[u8]) -> Self {
+        self.direct(fields);
+        self.plain = None;
+        self
+    }
+
     /// Makes it one for an endpoint that wants these `fields` in the head. Those of an earlier one are gone.
     pub(super) fn direct(&mut self, fields: &[u8]) {
         if fields.is_empty() && self.plain.is_none() {
@@ -80,7 +98,11 @@ pub(super) struct Upload<'a> {
 pub(super) struct Then<'a> {
     pub(super) alarm: &'a Alarm,
     pub(super) phase: &'a Cell<Phase>,
-    pub(super) first_byte: Option<Duration>,
+    pub(super) first_byte: Option<(Duration, Limit)>,
+    /// The same as a time of day that was set before.
+    pub(super) due: Option<(Instant, Limit)>,
+    /// What the request waits for then.
+    pub(super) waits: Phase,
     pub(super) total: Option<Instant>,
 }
 
@@ -112,9 +134,9 @@ impl<'a> Upload<'a> {
         if let Some(then) = self.then.take()
             && gone_out
         {
-            let first_byte = then.first_byte.map(|limit| (now + limit, Limit::FirstByte));
-            then.alarm.set(sooner(first_byte, then.total));
-            then.phase.set(Phase::Wait);
+            let first_byte = then.first_byte.map(|(limit, name)| (now + limit, name));
+            then.alarm.set(sooner(first_byte.or(then.due), then.total));
+            then.phase.set(then.waits);
         }
     }
 

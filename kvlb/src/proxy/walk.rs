@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::alarm::Limit;
 use super::answer::{Heard, HeardHead};
-use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Standing, Target, Terms};
+use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Plan, Standing, Target, Terms};
 use super::client::{After, Client, Stop};
 use super::connect::Leg;
 use super::exchange::End;
@@ -19,10 +19,10 @@ use super::upload::{Parcel, Passing, Then, Upload, send_through, send_whole, soo
 use crate::clock;
 
 /// Times a request is sent at most, whatever the reasons.
-const SENDS_MAX: u32 = 3;
+pub(super) const SENDS_MAX: u32 = 3;
 /// A reused connection that ends this soon had been closed by the endpoint before the request came; one that ends later may
 /// have had its request worked on.
-const STALE_WITHIN: Duration = Duration::from_secs(1);
+pub(super) const STALE_WITHIN: Duration = Duration::from_secs(1);
 /// How long endpoints that cannot be reached may be tried one after the other, once some have been.
 const CONNECTING_MAX: Duration = Duration::from_secs(10);
 /// Endpoints that are tried however long each of them takes: the first may swallow what is sent to it for all its time.
@@ -31,7 +31,7 @@ const CONNECTS_LEAST: u32 = 3;
 /// A decided request on its way to an answer.
 pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
     pub(super) client: &'a Client<'s, B, P>,
-    call: P::Call,
+    pub(super) call: P::Call,
     pub(super) terms: Terms,
     pub(super) began: Instant,
     total: Option<Instant>,
@@ -41,6 +41,37 @@ pub(super) struct Walk<'a, 's, B: Backend, P: Backplane> {
     over: bool,
     /// What happens to it is the client's request's story; a part of a joined answer is not.
     pub(super) is_story: bool,
+    pub(super) part: Part,
+}
+
+/// What of a request is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// All of it.
+    Whole,
+    /// Its prefill leg, whose answer must be there by then.
+    Prefill {
+        /// Known while an endpoint is asked.
+        due: Option<Instant>,
+    },
+    /// Its decode leg.
+    Decode(Decoding),
+}
+
+/// A decode leg.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Decoding {
+    /// How long its answer may take to begin.
+    pub(super) first_byte: Duration,
+    /// It must be under way by then.
+    pub(super) lease: Instant,
+    /// When the request had gone out whole for the first time, to its prefill endpoint.
+    pub(super) asked: Instant,
+    /// An endpoint has all of it, and has not said that it has not started.
+    pub(super) is_sent: bool,
+    /// The prompt's tokens that the prefill endpoint had in its cache, where blocks were handed on: the decode endpoint
+    /// counts those that it fetched.
+    pub(super) cached: Option<u64>,
 }
 
 /// A target of this backplane's calls.
@@ -62,7 +93,7 @@ pub(super) struct Held<B: Backend, P: Backplane> {
 }
 
 impl<B: Backend, P: Backplane> Held<B, P> {
-    fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Box<Self> {
+    pub(super) fn new(leg: Leg<B::Stream>, target: TargetOf<P>, answer: HeardHead) -> Box<Self> {
         let Target { position, addresses, fields, request_fields, guard } = target;
         Box::new(Self {
             leg,
@@ -97,7 +128,12 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     pub(super) fn new(client: &'a Client<'s, B, P>, call: P::Call, began: Instant) -> Self {
         let terms = call.terms();
         let total = terms.limits.total.map(|limit| began + limit);
-        Self { client, call, terms, began, total, position: None, over: false, is_story: true }
+        Self { client, call, terms, began, total, position: None, over: false, is_story: true, part: Part::Whole }
+    }
+
+    /// How the request goes out.
+    pub(super) fn plan(&mut self) -> Plan {
+        self.call.plan()
     }
 
     /// The same for a part of an answer that is joined here.
@@ -118,7 +154,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// As [`Walk::report`], for an endpoint that is passed over.
-    fn pass_over(&mut self, event: Event) {
+    pub(super) fn pass_over(&mut self, event: Event) {
         self.position = None;
         self.report(event);
     }
@@ -129,7 +165,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// An endpoint to ask, none of `tried`.
-    fn choose(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
+    pub(super) fn choose(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
         let target = self.call.choose(tried);
         self.position = target.as_ref().map(|target| target.position).or(self.position);
         target
@@ -140,6 +176,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             Sending::Whole(parcel) => self.send_until_answered(parcel).await,
             // Boxed as everything that is rare: the others need not carry it.
             Sending::Through(head, passing) => Box::pin(self.send_once(head, passing)).await,
+            Sending::TwoLegs(legs) => Box::pin(self.run_legs(*legs)).await,
         }
     }
 
@@ -151,10 +188,38 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
 
     /// The next piece must come within the rule's limit.
     pub(super) fn arm_pause(&self) {
-        self.arm(self.terms.limits.idle, Limit::Pause);
+        match self.part {
+            Part::Prefill { due: Some(due) } => self.client.alarm.set(sooner(Some((due, Limit::Prefill)), self.total)),
+            _ => self.arm(self.terms.limits.idle, Limit::Pause),
+        }
     }
 
-    async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<Walked<B, P>, End> {
+    /// Nothing is sent yet.
+    fn arm_unsent(&self) {
+        let lease = match self.part {
+            Part::Decode(Decoding { lease, .. }) => Some((lease, Limit::Handoff)),
+            _ => None,
+        };
+        self.client.alarm.set(sooner(lease, self.total));
+    }
+
+    /// A decode leg is not sent when the blocks that it is to fetch may be gone.
+    fn check_lease(&self) -> Result<(), End> {
+        match self.part {
+            Part::Decode(Decoding { lease, .. }) if clock::now() > lease => {
+                Err(Stop::TimedOut(Limit::Handoff).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn note_sent(&mut self, is_sent: bool) {
+        if let Part::Decode(decoding) = &mut self.part {
+            decoding.is_sent = is_sent;
+        }
+    }
+
+    pub(super) async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<Walked<B, P>, End> {
         let (mut tried, mut sends) = (Vec::new(), 0);
         let mut busy: Option<Box<Held<B, P>>> = None;
         let mut reached = self.reach(&mut tried, None, true).await?;
@@ -172,6 +237,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Try::Busy(mut held, back) => {
                     tried.push(held.target.position);
                     self.pass_over(Event::Busy { position: held.target.position, status: held.answer.head.status });
+                    self.note_sent(false);
                     // It has not started, so nothing is in flight there.
                     held.target.guard = None;
                     let Some(other) = self.another(&tried) else { return Ok(Walked::Answer(held)) };
@@ -197,7 +263,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Standing::Queued { until } => until,
             };
             self.client.phase.set(Phase::Queue);
-            self.client.alarm.set(sooner(Some((until, Limit::Queue)), self.total));
+            let lease = match self.part {
+                Part::Decode(Decoding { lease, .. }) if lease < until => (lease, Limit::Handoff),
+                _ => (until, Limit::Queue),
+            };
+            self.client.alarm.set(sooner(Some(lease), self.total));
             let (client, call) = (self.client, &mut self.call);
             match client.watch(None, poll_fn(|cx| call.poll_turn(cx))).await {
                 Ok(()) => {}
@@ -205,7 +275,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Err(stop) => return Err(stop.into()),
             }
             self.client.phase.set(Phase::Connect);
-            self.arm(None, Limit::Total);
+            self.arm_unsent();
             if let Some(target) = self.choose(tried) {
                 return Ok(Some(target));
             }
@@ -213,7 +283,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// Another endpoint for a request that one was too busy for.
-    fn another(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
+    pub(super) fn another(&mut self, tried: &[usize]) -> Option<TargetOf<P>> {
         let other = self.choose(tried)?;
         if !self.call.may_retry() {
             self.pass_over(Event::Unasked { position: other.position });
@@ -253,7 +323,9 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         self.client.phase.set(Phase::Wait);
         // An endpoint that does not take the request makes no progress either.
         self.arm_pause();
-        match self.hear(&leg, &target, &mut upload).await? {
+        let heard = self.hear(&leg, &target, &mut upload).await;
+        self.note_sent(upload.is_sent());
+        match heard? {
             Heard::Head(answer) => {
                 let held = Held::new(leg, target, answer);
                 if may_hold && held.answer.head.is_busy() && upload.is_sent() {
@@ -281,14 +353,14 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     fn failed(&mut self, target: &TargetOf<P>, error: Option<AnswerError>, instead: bool) -> Reply {
         if instead {
             self.pass_over(Event::Lost { position: target.position });
-            return no_answer(error);
+            return self.no_answer(error);
         }
         self.died(target.position, error)
     }
 
     /// The answer is there. Where the request is still on its way, both go on together, and the endpoint's connection is
     /// good for another request only if all of this one got there.
-    async fn answered(&mut self, mut held: Box<Held<B, P>>, mut upload: Upload<'_>) -> Result<Walked<B, P>, End> {
+    pub(super) async fn answered(&mut self, mut held: Box<Held<B, P>>, mut upload: Upload<'_>) -> Result<Walked<B, P>, End> {
         upload.answered();
         if upload.is_sent() {
             self.client.received();
@@ -309,13 +381,36 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         Then {
             alarm: &self.client.alarm,
             phase: &self.client.phase,
-            first_byte: self.terms.limits.first_byte,
+            first_byte: match self.part {
+                Part::Whole => self.terms.limits.first_byte.map(|limit| (limit, Limit::FirstByte)),
+                Part::Prefill { .. } => None,
+                Part::Decode(Decoding { first_byte, .. }) => Some((first_byte, Limit::Decode)),
+            },
+            due: match self.part {
+                Part::Prefill { due } => due.map(|due| (due, Limit::Prefill)),
+                _ => None,
+            },
+            waits: if matches!(self.part, Part::Prefill { .. }) { Phase::Prefill } else { Phase::Wait },
             total: self.total,
         }
     }
 
+    /// What the client is told where an endpoint gave no answer.
+    pub(super) fn no_answer(&self, error: Option<AnswerError>) -> Reply {
+        let code = match (self.part, error) {
+            (Part::Prefill { .. }, _) => "pd_prefill_backend_died",
+            (Part::Decode(_), _) => "pd_decode_backend_died",
+            (Part::Whole, None) => "backend_died",
+            (Part::Whole, Some(_)) => "backend_bad_answer",
+        };
+        match error {
+            None => Reply::error(502, code, "the endpoint closed the connection without an answer"),
+            Some(error) => Reply::error(502, code, &format!("the endpoint's answer is malformed: {error}")),
+        }
+    }
+
     pub(super) fn died(&mut self, position: usize, error: Option<AnswerError>) -> Reply {
-        let reply = no_answer(error);
+        let reply = self.no_answer(error);
         self.report(Event::Died { position, status: reply.status() });
         reply
     }
@@ -338,12 +433,13 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         reuse: bool,
     ) -> Result<Reached<B, P>, End> {
         self.client.phase.set(Phase::Connect);
-        self.arm(None, Limit::Total);
+        self.arm_unsent();
         let mut began = self.client.lane().now();
         let (mut failed, mut ours) = (0, false);
         loop {
+            self.check_lease()?;
             let mut next = next.take().or_else(|| self.choose(tried));
-            if next.is_none() {
+            if next.is_none() && !ours {
                 // Boxed: hardly any request waits, and those that do have time.
                 next = Box::pin(self.stand_in_line(tried)).await?;
                 began = self.client.lane().now();
@@ -376,15 +472,8 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 }
 
-fn no_answer(error: Option<AnswerError>) -> Reply {
-    match error {
-        None => Reply::error(502, "backend_died", "the endpoint closed the connection without an answer"),
-        Some(error) => Reply::error(502, "backend_bad_answer", &format!("the endpoint's answer is malformed: {error}")),
-    }
-}
-
 /// Nobody has a better answer than the endpoint that was busy, if there was one.
-fn fall_back<B: Backend, P: Backplane>(busy: Option<Box<Held<B, P>>>, reply: Reply) -> Result<Walked<B, P>, End> {
+pub(super) fn fall_back<B: Backend, P: Backplane>(busy: Option<Box<Held<B, P>>>, reply: Reply) -> Result<Walked<B, P>, End> {
     busy.map(Walked::Answer).ok_or_else(|| reply.into())
 }
 

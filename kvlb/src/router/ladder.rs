@@ -119,6 +119,11 @@ pub trait View {
         None
     }
 
+    /// Position of the endpoint that decoded for a conversation, where another computed its prompts.
+    fn partner(&self, _key: Key) -> Option<usize> {
+        None
+    }
+
     /// Position of the endpoint where a session was.
     fn session(&self, _key: Key) -> Option<usize> {
         None
@@ -229,7 +234,7 @@ pub fn route(
     caller: &Caller,
     tried: &[usize],
 ) -> Decision {
-    let candidates = servants(service, view, tried);
+    let candidates = servants(service, view, Part::Prompt, tried);
     let prompts = shapes(named, service.rule.kv.block_size);
     let named = named.as_ref().map_err(|miss| *miss);
     let held = named.map(|named| view.held(named)).unwrap_or_default();
@@ -254,9 +259,9 @@ pub fn route(
 }
 
 /// Every endpoint, and whether this request may be sent there.
-fn servants(service: &Service, view: &dyn View, tried: &[usize]) -> Vec<Candidate> {
+fn servants(service: &Service, view: &dyn View, part: Part, tried: &[usize]) -> Vec<Candidate> {
     let mut candidates = view.candidates();
-    let serves = serving_role(&service.rule);
+    let serves = serving_role(&service.rule, part);
     for candidate in &mut candidates {
         let role = service.rule.endpoints.get(candidate.endpoint).map(|endpoint| endpoint.role);
         candidate.eligible &= role.is_some_and(&serves) && !tried.contains(&candidate.endpoint);
@@ -365,10 +370,43 @@ fn shapes(named: &Result<Named, Miss>, block_size: BlockSize) -> Vec<PromptShape
     named.as_ref().map(|named| named.prompts.iter().map(shape).collect()).unwrap_or_default()
 }
 
-/// Which roles may be asked first: where a rule has prefill endpoints, only those compute prompts.
-pub fn serving_role(rule: &Rule) -> impl Fn(Role) -> bool {
+/// Which part of a request an endpoint is chosen for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Part {
+    /// Its prompt, and the rest where it is not split.
+    #[default]
+    Prompt,
+    /// What follows the prompt.
+    Decode,
+    /// All of a request that generates nothing, or that cannot be split: for want of endpoints that compute prompts others do
+    /// as well.
+    Anything,
+}
+
+/// Which roles serve a part: where a rule splits requests, only prefill endpoints compute prompts.
+pub fn serving_role(rule: &Rule, part: Part) -> impl Fn(Role) -> bool + use<> {
     let split = rule.endpoints.iter().any(|endpoint| endpoint.role == Role::Prefill);
-    move |role| if split { role == Role::Prefill } else { true }
+    move |role| match part {
+        _ if !split => true,
+        Part::Prompt => role == Role::Prefill,
+        Part::Decode => role == Role::Decode,
+        Part::Anything => true,
+    }
+}
+
+/// The endpoint for a decode leg: where its conversation was decoded, else the one with the least load, in turn where loads
+/// are equal.
+pub fn route_decode(service: &Service, view: &dyn View, caller: &Caller, tried: &[usize]) -> Option<usize> {
+    let candidates = servants(service, view, Part::Decode, tried);
+    let pinned = caller.conversation.and_then(|key| view.partner(key));
+    let grounds =
+        Grounds { candidates: &candidates, announced: &[], min_overlap: 1, tried, settings: &service.settings };
+    pinned.filter(|endpoint| grounds.allow(*endpoint).is_ok()).or_else(|| least_loaded(view, &candidates))
+}
+
+/// The endpoint for a request of a rule that splits, where nobody that computes prompts may be asked: any other, by load.
+pub fn route_anywhere(service: &Service, view: &dyn View, tried: &[usize]) -> Option<usize> {
+    least_loaded(view, &servants(service, view, Part::Anything, tried))
 }
 
 /// What the KV tier chooses, given what each endpoint holds; the prompts' shapes are left to the caller.
@@ -451,7 +489,7 @@ fn fallback(
     candidates: &[Candidate],
     tried: &[usize],
 ) -> (Option<usize>, Option<Leave>) {
-    if service.rule.kv.mode == ExactMode::PrefillDecode {
+    if service.rule.is_split() {
         return (least_loaded(view, candidates), None);
     }
     let mut moved = None;

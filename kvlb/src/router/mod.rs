@@ -12,5 +12,8 @@ mod remembered;
 
 pub use caller::{Caller, Key, Text, Whose, prefix, told};
 pub use decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
-pub use ladder::{Named, NamedPrompt, Overlap, Service, Space, Step, View, name, route, serving_role, tokens};
+pub use ladder::{
+    Named, NamedPrompt, Overlap, Part, Service, Space, Step, View, name, route, route_anywhere, route_decode, serving_role,
+    tokens,
+};
 pub use pick::{Lookup, Match, rank};

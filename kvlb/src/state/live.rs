@@ -11,6 +11,7 @@ use super::admission::Permit;
 use super::breaker::Breaker;
 use super::vitals::Vitals;
 use crate::clock;
+use crate::contract::handoff::Bootstrap;
 use crate::fleet::{Admin, Condition, EngineFacts, Probe};
 
 /// The number of one endpoint of one rule, unique in the life of the process: it survives changes of the rule, and a
@@ -45,6 +46,7 @@ pub struct Meters {
     addresses: ArcSwap<Vec<SocketAddr>>,
     models: ArcSwap<Vec<ListedModel>>,
     facts: ArcSwapOption<EngineFacts>,
+    bootstrap: ArcSwapOption<Bootstrap>,
     /// What the proxy has seen of it of late.
     pub breaker: Breaker,
     /// What the engine says of its work.
@@ -65,9 +67,20 @@ impl Meters {
             addresses: ArcSwap::default(),
             models: ArcSwap::default(),
             facts: ArcSwapOption::empty(),
+            bootstrap: ArcSwapOption::empty(),
             breaker: Breaker::new(clock::now()),
             vitals: Vitals::default(),
         }
+    }
+
+    /// What it has told for handoffs that need it.
+    pub fn bootstrap(&self) -> Option<Arc<Bootstrap>> {
+        self.bootstrap.load_full()
+    }
+
+    /// Notes what it tells.
+    pub fn set_bootstrap(&self, told: Option<Bootstrap>) {
+        self.bootstrap.store(told.map(Arc::new));
     }
 
     /// Requests in flight.

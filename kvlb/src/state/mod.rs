@@ -64,6 +64,8 @@ pub struct Config {
     pub spill_relief: Relief,
     /// `LLB_KV_MIN_MATCH_TOKENS`.
     pub min_match_tokens: u32,
+    /// `LLB_PD_PREFILL_TIMEOUT_SEC`: a prefill leg may take so long. Default 30 s, as LoxiLB's.
+    pub prefill_timeout: Duration,
     /// `LOXILB_KV_MAX_BLOCKS`: names kept per endpoint and rank. `None`: four times what the engine has, at most 10
     /// million.
     pub max_blocks: Option<usize>,
@@ -82,6 +84,7 @@ impl Default for Config {
             settings: Settings::default(),
             spill_relief: Relief::Auto,
             min_match_tokens: 16,
+            prefill_timeout: Duration::from_secs(30),
             max_blocks: None,
             max_tokens: 262_144,
             text_bytes: 256 << 20,

@@ -127,7 +127,7 @@ impl Sessions {
     pub fn claim(self: &Arc<Self>, key: Key, pin: Pin, over: Option<Pin>, (ttl, now): (Duration, Instant)) -> Claimed {
         let mut shard = self.shard(key).lock();
         match shard.get(key).filter(|entry| entry.until > now).map(|entry| entry.pin) {
-            Some(there) if there == pin => return Claimed::Same,
+            Some(there) if there.endpoint == pin.endpoint => return Claimed::Same,
             Some(there) if Some(there) != over => return Claimed::Other(there),
             _ => {}
         }

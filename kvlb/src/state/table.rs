@@ -20,7 +20,7 @@ use crate::clock;
 use crate::contract::{KeySpace, Lora};
 use crate::fleet::{self, Admin, AdmissionRule, Condition, ExactMode, Role, Rule, RuleId};
 use crate::policy::Candidate;
-use crate::router::{self, Key, Lookup, Named, Overlap, Space, Tier, View};
+use crate::router::{self, Key, Lookup, Named, Overlap, Part, Space, Tier, View};
 
 /// Classes of statuses that are counted apart: 1xx to 5xx, and what is none of them.
 pub const STATUS_CLASSES: usize = 6;
@@ -191,12 +191,15 @@ impl Service {
 
     /// Whether breakers would take out more than half of the endpoints that their probes find well: then they tell of
     /// something that all have in common, and what is left must not bear it alone.
-    pub fn breakers_are_ignored(&self) -> bool {
+    ///
+    /// Of a rule that splits requests, those of one role are a pool of their own.
+    pub fn breakers_are_ignored(&self, role: Role) -> bool {
         if self.rule().breaker.is_none() {
             return false;
         }
-        let (mut well, mut open) = (0, 0);
-        for condition in self.endpoints.iter().map(Endpoint::condition).filter(|condition| condition.in_service()) {
+        let (mut well, mut open, is_split) = (0, 0, self.rule().is_split());
+        let pool = self.endpoints.iter().filter(|endpoint| !is_split || endpoint.spec.role == role);
+        for condition in pool.map(Endpoint::condition).filter(|condition| condition.in_service()) {
             well += 1;
             open += usize::from(condition.breaker == fleet::Breaker::Open);
         }
@@ -211,17 +214,19 @@ impl Service {
     /// Which endpoints may be asked, by their condition and the rule's.
     fn may_be_asked(&self) -> impl Fn(&Endpoint) -> bool {
         // Switched off, what opened before no longer counts either.
-        let ignored = self.rule().breaker.is_none() || self.breakers_are_ignored();
+        let none = self.rule().breaker.is_none();
+        let ignored = [Role::Any, Role::Prefill, Role::Decode].map(|role| none || self.breakers_are_ignored(role));
         let up = !self.rule().admin_down;
         move |endpoint: &Endpoint| {
             let condition = endpoint.condition();
+            let ignored = ignored[endpoint.spec.role as usize];
             up && (condition.eligible() || ignored && condition.in_service()) && !endpoint.meters.addresses().is_empty()
         }
     }
 
-    /// Positions of the endpoints that a request may be sent to, but for those `tried`.
-    pub fn askable(&self, tried: &[usize]) -> impl Iterator<Item = usize> {
-        let (may_be_asked, serves) = (self.may_be_asked(), router::serving_role(self.rule()));
+    /// Positions of the endpoints that this part of a request may be sent to, but for those `tried`.
+    pub fn askable(&self, part: Part, tried: &[usize]) -> impl Iterator<Item = usize> {
+        let (may_be_asked, serves) = (self.may_be_asked(), router::serving_role(self.rule(), part));
         let askable = move |(position, endpoint): &(usize, &Endpoint)| {
             serves(endpoint.spec.role) && !tried.contains(position) && may_be_asked(endpoint)
         };
@@ -418,6 +423,10 @@ impl View for Service {
         self.position(self.pins.conversations.find(key, clock::now())?.endpoint)
     }
 
+    fn partner(&self, key: Key) -> Option<usize> {
+        self.position(self.pins.conversations.find(key, clock::now())?.decode?)
+    }
+
     fn session(&self, key: Key) -> Option<usize> {
         self.position(self.pins.sessions.find(key, clock::now())?.endpoint)
     }
@@ -451,6 +460,10 @@ impl View for Onlooker<'_> {
 
     fn conversation(&self, key: Key) -> Option<usize> {
         self.0.conversation(key)
+    }
+
+    fn partner(&self, key: Key) -> Option<usize> {
+        self.0.partner(key)
     }
 
     fn session(&self, key: Key) -> Option<usize> {

@@ -113,6 +113,17 @@ families! {
     /// Nodes of that memory that went for want of room.
     trie_evictions: counters("kvlb_trie_evictions_total", ["service"]);
 
+    /// Legs of split requests by how they ended.
+    pd_legs: counters("kvlb_pd_legs_total", ["service", "leg", "result"]);
+    /// Prefill legs that are done, from their beginning to the end of their answer.
+    pd_prefill_seconds: histograms("kvlb_pd_prefill_seconds", ["service"], buckets FIRST_BYTE_BUCKETS);
+    /// What prefill legs returned: `passed_on` to the decode leg, or `none`, which then computes the prompt itself.
+    pd_transfers: counters("kvlb_pd_transfers_total", ["handoff", "result"]);
+    /// Requests of splitting rules that one endpoint served alone, by reason.
+    pd_whole: counters("kvlb_pd_whole_total", ["service", "reason"]);
+    /// Short decode legs sent to free the blocks of clients that left between the legs.
+    pd_releases: counters("kvlb_pd_releases_total", ["service"]);
+
     /// Requests sent after others under way that bring the same blocks, by endpoint; none of them is a hit.
     expected_choices: counters("kvlb_expected_choices_total", ["ep_idx"]);
     /// Cached prompt tokens that were predicted, of requests whose engine reports its own number.

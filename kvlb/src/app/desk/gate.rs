@@ -8,7 +8,7 @@ use super::Errand;
 use crate::clock;
 use crate::fleet::{AdmissionMode, AdmissionRule};
 use crate::proxy::{Reply, Standing, Target};
-use crate::router::{Miss, Named, Reason, Space};
+use crate::router::{Miss, Named, Part, Reason, Space};
 use crate::state::{InFlight, NoWait, Permit, Service, Turn, Verdict, Waiting};
 
 /// Choices that may find the last place taken by somebody else; one that was called takes the place that it was called for
@@ -63,7 +63,7 @@ impl Errand {
     fn observe(&mut self, rule: &AdmissionRule, tried: &[usize], gate: &mut Gate) -> Option<Target<InFlight>> {
         if !std::mem::replace(&mut gate.counted, true) {
             let would = if rule.queue_depth > 0 { Verdict::ObserveWouldQueue } else { Verdict::ObserveWouldShed };
-            let is_full = self.service.is_full(rule, tried);
+            let is_full = self.service.is_full(rule, self.part(), tried);
             self.service.line.count(if is_full { would } else { Verdict::Admitted });
         }
         let (decision, is_trial) = self.decide(tried, tried.is_empty());
@@ -75,12 +75,12 @@ impl Errand {
         if gate.drained {
             return None;
         }
-        let service = Arc::clone(&self.service);
+        let (service, part) = (Arc::clone(&self.service), self.part());
         // What it was called for may have gone, or be down, since then; the unit goes on to another then.
         let called = gate
             .called
             .take()
-            .filter(|called| service.askable(tried).any(|position| called.is_for(&service.endpoints[position].place)));
+            .filter(|called| service.askable(part, tried).any(|position| called.is_for(&service.endpoints[position].place)));
         let mine =
             |position: usize| called.as_ref().is_some_and(|called| called.is_for(&service.endpoints[position].place));
         let mut nobody = None;
@@ -119,7 +119,7 @@ impl Errand {
             return self.go(decision, is_trial, permit);
         }
         // Who was called to one that may be asked, and still finds nobody, would find nobody again.
-        gate.full = called.is_none() && service.askable(tried).next().is_some();
+        gate.full = called.is_none() && service.askable(part, tried).next().is_some();
         match nobody {
             Some(decision) if !gate.full => self.go(decision, false, None),
             _ => None,
@@ -146,7 +146,7 @@ impl Errand {
             line.count(Verdict::CapacityShed);
             return Standing::Refused(self.refusal("no endpoint of the rule has room for another request", SOON));
         }
-        match self.state.admission.wait(&self.service, tried, gate.ticket, rule.queue_depth) {
+        match self.state.admission.wait(&self.service, (self.part(), tried), gate.ticket, rule.queue_depth) {
             Ok(waiting) => {
                 if gate.ticket.is_none() {
                     line.count(Verdict::Queued);
@@ -193,7 +193,7 @@ impl Errand {
     fn follow_rule(&mut self) {
         let table = self.state.table();
         let Some(service) = table.service(self.service.rule().id) else { return };
-        if Arc::ptr_eq(service, &self.service) || self.decision.is_some() {
+        if Arc::ptr_eq(service, &self.service) || self.decision.is_some() || self.part() == Part::Decode {
             return;
         }
         if let Ok(named) = &mut self.named

@@ -215,7 +215,23 @@ pub(crate) const SERVICE: &[Field] = &[
         Text,
         "what sel 3 keeps at its endpoint, and sel 0 then too: a header, cookie:NAME, query:NAME or basic-auth; empty: sel 3 keeps client addresses",
     ),
-    stored("pdBootstrapPort", PORT_OR_NONE, "for SGLang, which is not served yet"),
+    served("pdHandoff", Text, "how blocks get from prefill to decode endpoints: nixl (default) or mooncake"),
+    served(
+        "timeoutPdPrefill",
+        DAY_MILLIS,
+        "milliseconds that a prefill leg may take; 0: LLB_PD_PREFILL_TIMEOUT_SEC, 30 s unless set",
+    ),
+    served(
+        "timeoutPdDecode",
+        DAY_MILLIS,
+        "milliseconds to the first byte of a decode leg's answer; 0: as long as a prefill leg",
+    ),
+    served(
+        "timeoutPdHandoff",
+        DAY_MILLIS,
+        "milliseconds from a prefill leg's answer until its decode leg is under way; 0: 10000",
+    ),
+    served("pdBootstrapPort", PORT_OR_NONE, "Mooncake's bootstrap port at prefill endpoints; 0: 8998"),
     served("decisionHeaders", Bool, "answers carry x-kvlb-* headers that explain the choice"),
     served("connectionsMax", COUNT, "client connections at a time to the rule's VIP; 0: no limit but kvlb's own"),
     served("maxInspectBytes", Whole(0, 1 << 30), "bodies up to this many bytes are read; 33554432 unless said"),
@@ -279,7 +295,7 @@ pub(crate) const SERVICE: &[Field] = &[
     served("fc_max_outstanding", CEILING, "requests at all of the rule's endpoints together; 0: no bound"),
     served("fc_ep_max_inflight", CEILING, "requests at one endpoint, of all rules with admission; 0: no bound"),
     served("fc_prefill_max_inflight", CEILING, "the same at a prefill endpoint"),
-    stored("fc_decode_max_inflight", CEILING, "the same at a decode endpoint; decode legs are not served yet"),
+    served("fc_decode_max_inflight", CEILING, "the same at a decode endpoint"),
     served(
         "fc_max_queue_depth",
         Whole(0, 65_536),

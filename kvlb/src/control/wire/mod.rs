@@ -78,6 +78,8 @@ pub(crate) struct ServiceArguments {
     pub(crate) max_stream_duration_sec: Option<u32>,
     pub(crate) pd_disagg_mode: Option<bool>,
     #[serde(flatten)]
+    pub(crate) split: SplitArguments,
+    #[serde(flatten)]
     pub(crate) pinning: PinningArguments,
     #[serde(flatten)]
     pub(crate) kv: KvArguments,
@@ -112,6 +114,8 @@ pub(crate) struct AdmissionArguments {
     pub(crate) ep_max_inflight: Option<u32>,
     #[serde(rename = "fc_prefill_max_inflight")]
     pub(crate) prefill_max_inflight: Option<u32>,
+    #[serde(rename = "fc_decode_max_inflight")]
+    pub(crate) decode_max_inflight: Option<u32>,
     #[serde(rename = "fc_max_queue_depth")]
     pub(crate) max_queue_depth: Option<u32>,
     #[serde(rename = "fc_max_queue_wait_ms")]
@@ -164,6 +168,22 @@ pub(crate) struct KvArguments {
     pub(crate) tier_weights: Option<serde_json::Map<String, serde_json::Value>>,
     #[serde(rename = "kvObserve")]
     pub(crate) observe: Option<bool>,
+}
+
+/// How requests are split.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct SplitArguments {
+    #[serde(rename = "pdHandoff")]
+    pub(crate) handoff: Option<String>,
+    #[serde(rename = "timeoutPdPrefill")]
+    pub(crate) timeout_prefill: Option<u32>,
+    #[serde(rename = "timeoutPdDecode")]
+    pub(crate) timeout_decode: Option<u32>,
+    #[serde(rename = "timeoutPdHandoff")]
+    pub(crate) timeout_handoff: Option<u32>,
+    #[serde(rename = "pdBootstrapPort")]
+    pub(crate) bootstrap_port: Option<u16>,
 }
 
 /// What is remembered of clients.

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use super::fields::shown;
 use super::{
-    AdmissionArguments, Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, endpoint, kv, pinning,
+    AdmissionArguments, Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, SplitArguments, endpoint, kv, pinning,
 };
 use crate::control::Problem;
 use crate::fleet::{
-    AdmissionMode, AdmissionRule, BreakerRule, ExactMode, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector,
+    AdmissionMode, AdmissionRule, BreakerRule, HandoffKind, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector,
+    SplitRule,
 };
 
 /// LoxiLB's number of the full proxy.
@@ -53,6 +54,7 @@ impl TryFrom<(RuleId, &Body)> for Rule {
             limits: limits(args)?,
             breaker: breaker(args),
             admission: admission(&args.admission)?,
+            split: split(&args.split)?,
             admin_down: args.admin_state_up == Some(false),
         })
     }
@@ -311,9 +313,32 @@ fn admission(args: &AdmissionArguments) -> Result<Option<AdmissionRule>, Problem
         outstanding: number(args.max_outstanding),
         normal: number(args.ep_max_inflight),
         prefill: number(args.prefill_max_inflight),
+        decode: number(args.decode_max_inflight),
         queue_depth: depth,
         queue_wait: Duration::from_millis(wait.unwrap_or(0).into()),
     }))
+}
+
+/// Zero is LoxiLB's word for "as by default".
+fn split(args: &SplitArguments) -> Result<SplitRule, Problem> {
+    let default = SplitRule::default();
+    let kinds = HandoffKind::ALL;
+    let handoff = match args.handoff.as_deref().filter(|word| !word.is_empty()) {
+        None => default.handoff,
+        Some(word) => kinds.into_iter().find(|kind| kind.handoff().label() == word).ok_or_else(|| Problem::BadValue {
+            field: "pdHandoff".to_owned(),
+            value: format!("{:?}", shown(word)),
+            expected: format!("use {}", kinds.map(|kind| kind.handoff().label()).join(" or ")),
+        })?,
+    };
+    let millis = |value: Option<u32>| value.filter(|n| *n != 0).map(|n| Duration::from_millis(n.into()));
+    Ok(SplitRule {
+        handoff,
+        prefill: millis(args.timeout_prefill),
+        decode: millis(args.timeout_decode),
+        between: millis(args.timeout_handoff).unwrap_or(default.between),
+        bootstrap_port: args.bootstrap_port.filter(|port| *port != 0).unwrap_or(default.bootstrap_port),
+    })
 }
 
 fn client_half_close(args: &ServiceArguments) -> Result<bool, Problem> {
@@ -353,9 +378,6 @@ fn limits(args: &ServiceArguments) -> Result<Limits, Problem> {
 /// What an operator should know of a rule that is in force.
 pub(crate) fn notes(rule: &Rule) -> Vec<&'static str> {
     let mut notes = Vec::new();
-    if rule.kv.mode == ExactMode::PrefillDecode {
-        notes.push("prefill/decode hand-over is not served yet: requests are answered by the prefill endpoints alone");
-    }
     if rule.admin_down {
         notes.push("adminStateUp is false: the rule takes no traffic");
     }

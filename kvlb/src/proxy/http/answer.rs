@@ -266,14 +266,14 @@ impl AnswerBody {
         self.take_showing(piece, |_payload| ())
     }
 
-    /// As [`AnswerBody::take`], and shows the payload to `see`.
+    /// As [`AnswerBody::take`], and shows the payload to `see`, which may write other bytes in its place.
     ///
     /// # Errors
     /// When the chunks are malformed.
     pub(in crate::proxy) fn take_showing(
         &mut self,
         piece: &mut [u8],
-        mut see: impl FnMut(&[u8]),
+        mut see: impl FnMut(&mut [u8]),
     ) -> Result<Progress, ChunkError> {
         let (pass, used) = match self {
             Self::Chunked(chunked) => {
@@ -288,7 +288,7 @@ impl AnswerBody {
             Self::Unchunk(chunked) => chunked.decode(piece)?,
             Self::Close => (piece.len(), piece.len()),
         };
-        see(&piece[..pass]);
+        see(&mut piece[..pass]);
         Ok(Progress { pass, excess: used < piece.len(), done: self.is_done() })
     }
 }

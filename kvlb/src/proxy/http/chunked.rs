@@ -79,24 +79,25 @@ impl Chunked {
 
     #[cfg(test)]
     fn scan(&mut self, bytes: &[u8]) -> Result<usize, ChunkError> {
-        self.scan_showing(bytes, |_payload| ())
+        self.scan_showing(&mut bytes.to_vec(), |_payload| ())
     }
 
-    /// Follows `bytes` to the body's end, says how many of them belong to it, and shows their payload to `see`.
+    /// Follows `bytes` to the body's end, says how many of them belong to it, and shows their payload to `see`, which may write
+    /// other bytes in its place.
     ///
     /// # Errors
     /// When the body is malformed.
     pub(in crate::proxy) fn scan_showing(
         &mut self,
-        bytes: &[u8],
-        mut see: impl FnMut(&[u8]),
+        bytes: &mut [u8],
+        mut see: impl FnMut(&mut [u8]),
     ) -> Result<usize, ChunkError> {
         let mut at = 0;
         while at < bytes.len() && !self.is_done() {
             at += match self.step(&bytes[at..])? {
                 Part::Framing(count) => count,
                 Part::Payload(count) => {
-                    see(&bytes[at..at + count]);
+                    see(&mut bytes[at..at + count]);
                     count
                 }
             };

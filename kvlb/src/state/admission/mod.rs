@@ -27,6 +27,7 @@ use tokio::sync::oneshot;
 
 use super::table::{Service, Table};
 use crate::fleet::{AdmissionMode, AdmissionRule, EndpointKey, RuleId};
+use crate::router::Part;
 
 pub use line::{Line, Verdict};
 
@@ -71,6 +72,8 @@ struct Queue {
 #[derive(Debug)]
 struct Waiter {
     service: Arc<Service>,
+    /// What it waits to send.
+    part: Part,
     /// Positions that it has tried.
     tried: Vec<usize>,
     tell: oneshot::Sender<Turn>,
@@ -227,12 +230,12 @@ impl Admission {
     pub fn wait(
         self: &Arc<Self>,
         service: &Arc<Service>,
-        tried: &[usize],
+        (part, tried): (Part, &[usize]),
         ticket: Option<u64>,
         depth: u32,
     ) -> Result<Waiting, NoWait> {
         let (tell, turn) = oneshot::channel();
-        let waiter = Waiter { service: Arc::clone(service), tried: tried.to_vec(), tell };
+        let waiter = Waiter { service: Arc::clone(service), part, tried: tried.to_vec(), tell };
         let mut joined = Err(NoWait::Draining);
         self.change(|book| {
             joined = book.join(waiter, ticket, depth);
@@ -374,11 +377,17 @@ impl Queue {
 
     /// The first who need not wait, and what for.
     fn next(&self) -> Option<(u64, Wake)> {
+        let mut stuck = Vec::new();
         for (ticket, waiter) in &self.waiters {
+            if stuck.contains(&waiter.part) {
+                continue;
+            }
             match waiter.room(&self.line) {
                 Some(wake) => return Some((*ticket, wake)),
-                // Those behind it can go nowhere either, unless it is only its own tries that keep it.
-                None if waiter.tried.is_empty() => return None,
+                // Those behind it can go nowhere either, unless it is only its own tries that keep it, or they have other
+                // places to go to.
+                None if waiter.tried.is_empty() && !waiter.service.rule().is_split() => return None,
+                None if waiter.tried.is_empty() => stuck.push(waiter.part),
                 None => {}
             }
         }
@@ -398,7 +407,7 @@ impl Waiter {
         }
         let mut nobody = true;
         let mut best: Option<(u32, &Arc<Place>)> = None;
-        for position in self.service.askable(&self.tried) {
+        for position in self.service.askable(self.part, &self.tried) {
             nobody = false;
             let endpoint = &self.service.endpoints[position];
             let held = endpoint.place.held();
@@ -416,8 +425,8 @@ impl Waiter {
 impl Service {
     /// Whether every endpoint that may be asked, but for those `tried`, is at its bound, or the rule is at its own. False
     /// where none may be asked at all.
-    pub fn is_full(&self, rule: &AdmissionRule, tried: &[usize]) -> bool {
-        let mut askable = self.askable(tried).peekable();
+    pub fn is_full(&self, rule: &AdmissionRule, part: Part, tried: &[usize]) -> bool {
+        let mut askable = self.askable(part, tried).peekable();
         if askable.peek().is_none() {
             return false;
         }

@@ -21,6 +21,7 @@ fn gated(id: u32, octets: &[u8], each: u32, outstanding: Option<u32>) -> Arc<Rul
         outstanding,
         normal: Some(each),
         prefill: None,
+        decode: None,
         queue_depth: 100,
         queue_wait: Duration::from_secs(5),
     });
@@ -32,7 +33,7 @@ fn service(state: &State, id: u32) -> Arc<Service> {
 }
 
 fn wait(state: &State, id: u32) -> Waiting {
-    state.admission.wait(&service(state, id), &[], None, 100).unwrap()
+    state.admission.wait(&service(state, id), (Part::Prompt, &[]), None, 100).unwrap()
 }
 
 fn turn(waiting: &mut Waiting) -> Option<Turn> {
@@ -143,7 +144,7 @@ fn one_that_has_tried_the_free_endpoint_lets_the_next_pass() {
     state.publish(&[gated(1, &[1, 2], 1, None)]);
     let service = service(&state, 1);
     let taken = [0, 1].map(|position| state.admission.take(&service, position, false));
-    let mut picky = state.admission.wait(&service, &[0], None, 100).unwrap();
+    let mut picky = state.admission.wait(&service, (Part::Prompt, &[0]), None, 100).unwrap();
     let mut other = wait(&state, 1);
     let [first, second] = taken;
     drop(first);
@@ -158,13 +159,13 @@ fn the_queue_is_bounded_and_who_was_called_comes_back_to_his_place() {
     state.publish(&[gated(1, &[1], 1, None)]);
     let service = service(&state, 1);
     let taken = state.admission.take(&service, 0, false).unwrap();
-    let first = state.admission.wait(&service, &[], None, 2).unwrap();
-    let mut second = state.admission.wait(&service, &[], None, 2).unwrap();
-    assert_eq!(state.admission.wait(&service, &[], None, 2).unwrap_err(), NoWait::Full);
+    let first = state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap();
+    let mut second = state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap();
+    assert_eq!(state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap_err(), NoWait::Full);
     let ticket = first.ticket();
     drop(first);
-    let third = state.admission.wait(&service, &[], None, 2).unwrap();
-    let mut again = state.admission.wait(&service, &[], Some(ticket), 2).unwrap();
+    let third = state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap();
+    let mut again = state.admission.wait(&service, (Part::Prompt, &[]), Some(ticket), 2).unwrap();
     drop(taken);
     assert!(permit(&mut again).is_some() && turn(&mut second).is_some());
     drop(third);
@@ -199,7 +200,7 @@ fn a_rule_that_goes_and_a_process_that_ends_leave_nobody_waiting() {
     assert!(matches!(turn(&mut of_one), Some(Turn::Drained)) && turn(&mut of_two).is_none());
     state.admission.drain();
     assert!(matches!(turn(&mut of_two), Some(Turn::Drained)));
-    assert_eq!(state.admission.wait(&two, &[], None, 9).unwrap_err(), NoWait::Draining);
+    assert_eq!(state.admission.wait(&two, (Part::Prompt, &[]), None, 9).unwrap_err(), NoWait::Draining);
     assert_eq!((one.line.queued(), two.line.queued()), (0, 0));
 }
 
@@ -249,10 +250,10 @@ fn from_many_threads_no_bound_is_passed_and_everybody_has_a_turn() {
             for round in 0..300_usize {
                 let position = round % service.endpoints.len();
                 let permit = state.admission.take(&service, position, false).unwrap_or_else(|| {
-                    let mut waiting = state.admission.wait(&service, &[], None, 1000).unwrap();
+                    let mut waiting = state.admission.wait(&service, (Part::Prompt, &[]), None, 1000).unwrap();
                     if round % 7 == 3 {
                         drop(waiting);
-                        waiting = state.admission.wait(&service, &[], None, 1000).unwrap();
+                        waiting = state.admission.wait(&service, (Part::Prompt, &[]), None, 1000).unwrap();
                     }
                     let started = crate::clock::now();
                     loop {

@@ -35,6 +35,10 @@ struct Line<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     ep_idx: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_endpoint: Option<Shown<std::net::SocketAddr>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_ep_idx: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     reused: Option<bool>,
     retries: u32,
     #[serde(skip_serializing_if = "str::is_empty")]
@@ -66,6 +70,8 @@ struct Line<'a> {
     decide_us: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     connect_us: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_us: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     wait_us: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -108,6 +114,7 @@ pub(super) fn write(out: &mut Vec<u8>, record: &Record) -> Result<(), serde_json
 fn line(record: &Record) -> Line<'_> {
     let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     let facts = record.facts.as_ref();
+    let prefill = record.prefill.as_deref();
     let end = record.end.unwrap_or(super::End::Lost);
     let chosen = facts.filter(|facts| !facts.tier.is_empty());
     let span = |id: u64| format!("{id:016x}");
@@ -126,6 +133,8 @@ fn line(record: &Record) -> Line<'_> {
         model: facts.and_then(|facts| facts.model.as_deref()),
         endpoint: record.endpoint.map(Shown),
         ep_idx: record.ep_idx,
+        prefill_endpoint: prefill.map(|leg| Shown(leg.endpoint)),
+        prefill_ep_idx: prefill.map(|leg| leg.ep_idx),
         reused: record.endpoint.map(|_| record.reused),
         retries: record.retries,
         tier: chosen.map_or("", |facts| facts.tier),
@@ -144,6 +153,7 @@ fn line(record: &Record) -> Line<'_> {
         body_us: record.body.map(us),
         decide_us: record.decide.map(us),
         connect_us: record.connect.map(us),
+        prefill_us: prefill.map(|leg| us(leg.took)),
         wait_us: record.wait.map(us),
         first_byte_us: record.first_byte.map(us),
         total_us: us(record.total),

@@ -111,6 +111,17 @@ pub struct Facts {
     pub predicted_cached_tokens: Option<u64>,
 }
 
+/// The prefill leg of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefillLeg {
+    /// Position of the endpoint.
+    pub ep_idx: usize,
+    /// Its address.
+    pub endpoint: SocketAddr,
+    /// From the leg's beginning to the end of its answer.
+    pub took: Duration,
+}
+
 /// One request, as its line tells it.
 #[derive(Debug)]
 pub struct Record {
@@ -146,6 +157,8 @@ pub struct Record {
     pub ep_idx: Option<usize>,
     /// Its address.
     pub endpoint: Option<SocketAddr>,
+    /// The leg before, on a rule that splits requests: then the position and address above are the decode endpoint's.
+    pub prefill: Option<Box<PrefillLeg>>,
     /// The connection had carried another request before.
     pub reused: bool,
     /// Times the request went elsewhere or out once more.
@@ -196,6 +209,7 @@ impl Record {
             facts: None,
             ep_idx: None,
             endpoint: None,
+            prefill: None,
             reused: false,
             retries: 0,
             streams: false,

@@ -12,6 +12,7 @@ mod endings;
 mod failure;
 mod fields;
 mod framing;
+mod legs;
 mod lifecycle;
 pub(super) mod rig;
 mod streams;

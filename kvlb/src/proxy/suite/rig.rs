@@ -5,6 +5,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -13,8 +14,9 @@ use parking_lot::{Mutex, RwLock};
 use crate::clock;
 use crate::fleet::Limits;
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Config, ConnectFailure, Direction, Event, Haste, Head, Io, Link, Meter,
-    Phase, Proxy, Pulse, Refused, Reply, Request, Retry, Survey, Target, Terms, bind, raise_descriptor_limit, ring,
+    Addresses, Arrival, Backplane, Body, Call, Config, ConnectFailure, Direction, Event, HandedOver, Haste, Head, Io,
+    LegTerms, Link, Meter, Phase, Plan, Prefilled, Proxy, Pulse, Refused, Reply, Request, Retry, Standing, Survey, Target,
+    Terms, bind, raise_descriptor_limit, ring,
 };
 
 /// How long a test waits for something that must happen.
@@ -62,6 +64,10 @@ pub(in crate::proxy) struct Fake {
     /// Fields of the request, by endpoint.
     pub(super) request_fields: Mutex<[&'static str; 4]>,
     pub(super) rules_with_models: Mutex<Vec<usize>>,
+    /// Requests go out in two legs, the first to one of the first two endpoints.
+    pub(super) legs: Mutex<Option<LegTerms>>,
+    /// So many choices of a decode endpoint find no room.
+    pub(super) full: AtomicUsize,
 }
 
 impl Fake {
@@ -87,6 +93,8 @@ impl Fake {
             fields: Mutex::default(),
             request_fields: Mutex::default(),
             rules_with_models: Mutex::default(),
+            legs: Mutex::default(),
+            full: AtomicUsize::new(0),
         }
     }
 
@@ -95,7 +103,7 @@ impl Fake {
     }
 
     fn call(self: &Arc<Self>, only: Option<usize>) -> FakeCall {
-        FakeCall { fake: Arc::clone(self), only, told: Told::default() }
+        FakeCall { fake: Arc::clone(self), only, told: Told::default(), decodes: false }
     }
 }
 
@@ -114,10 +122,13 @@ impl Told {
         let (mut passed_over, mut busy, mut answered) = (Vec::new(), Vec::new(), Vec::new());
         for event in before {
             match *event {
-                Event::ConnectFailed { position, .. } | Event::Unasked { position } | Event::Lost { position } => {
+                Event::ConnectFailed { position, .. }
+                | Event::Unasked { position }
+                | Event::PrefillFailed { position, status: None }
+                | Event::Lost { position } => {
                     passed_over.push(position);
                 }
-                Event::Busy { position, .. } => {
+                Event::Busy { position, .. } | Event::PrefillFailed { position, status: Some(_) } => {
                     busy.push(position);
                     passed_over.push(position);
                 }
@@ -211,6 +222,7 @@ pub(in crate::proxy) struct FakeCall {
     fake: Arc<Fake>,
     only: Option<usize>,
     told: Told,
+    decodes: bool,
 }
 
 impl Drop for FakeCall {
@@ -241,9 +253,50 @@ impl Call for FakeCall {
         }
     }
 
+    fn plan(&mut self) -> Plan {
+        self.fake.legs.lock().clone().map_or(Plan::AsItIs, Plan::TwoLegs)
+    }
+
+    fn prefill_body(&mut self, body: &[u8]) -> Vec<u8> {
+        [b"prefill ", body].concat()
+    }
+
+    fn hand_over(&mut self, prefilled: &Prefilled<'_>, body: &[u8]) -> HandedOver {
+        // Accounted for, as one that is passed over is.
+        self.told.events.push(Event::Unasked { position: prefilled.position });
+        self.decodes = true;
+        let body = [b"decode ", body, b" with ", prefilled.answer].concat();
+        HandedOver { body, cached_tokens: Some(32) }
+    }
+
+    fn start_over(&mut self) {
+        self.decodes = false;
+    }
+
+    fn release_body(&mut self, body: &[u8]) -> Option<Vec<u8>> {
+        Some([b"release ", body].concat())
+    }
+
+    fn standing(&mut self, _tried: &[usize]) -> Standing {
+        let until = clock::now() + PATIENCE;
+        if self.decodes && self.fake.full.load(Ordering::SeqCst) > 0 { Standing::Queued { until } } else { Standing::Nobody }
+    }
+
+    fn poll_turn(&mut self, _cx: &mut Context<'_>) -> Poll<()> {
+        Poll::Pending
+    }
+
     fn choose(&mut self, tried: &[usize]) -> Option<Target<Guard>> {
         let endpoints = self.fake.endpoints.lock();
-        let allowed = |position: &usize| !tried.contains(position) && self.only.is_none_or(|only| only == *position);
+        let split = self.fake.legs.lock().is_some();
+        if self.decodes && self.fake.full.load(Ordering::SeqCst) > 0 {
+            return None;
+        }
+        let allowed = |position: &usize| {
+            !tried.contains(position)
+                && self.only.is_none_or(|only| only == *position)
+                && (!split || self.decodes == (*position >= 2))
+        };
         let position = (0..endpoints.len()).find(allowed)?;
         self.told.chosen.push(position);
         let load = &self.fake.load[position];

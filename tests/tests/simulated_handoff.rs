@@ -1,7 +1,7 @@
 //! Simulated engines hand prefills to decodes as recorded ones did, and a handoff that goes wrong can be seen: in the answer, in the
 //! journal, and in the blocks that are kept.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on says so")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on says so")]
 
 mod golden;
 
@@ -12,6 +12,7 @@ use std::time::Duration;
 use kvlb_tests::engine::{Engine, EngineConfig, KvConnector, KvRole, LegFate, LegKind};
 use kvlb_tests::harness::eventually;
 use kvlb_tests::harness::http::{Answer, Client, exchange, get, post};
+use kvlb_tests::harness::kvlb::binary;
 use serde_json::{Value, json};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -436,5 +437,86 @@ async fn mooncake_s_legs_meet_in_either_order_and_a_prefill_that_never_comes_is_
     for id in ["never", "a"] {
         assert_eq!(text(&decode(&d, &prompt, &second(id)).await), right);
         assert_eq!(d.legs().pop().unwrap().fate, LegFate::Recomputed, "{id}");
+    }
+}
+
+#[tokio::test]
+async fn blocks_of_a_window_group_and_of_an_engine_without_a_cache_are_handed_over_too() {
+    let prompt = prompt(1, 100);
+    let window = |name| EngineConfig { sliding_window: Some(32), ..nixl(name) };
+    let uncached = |name| EngineConfig { no_prefix_caching: true, ..nixl(name) };
+    for (prefills, decodes, groups) in [(window("p"), window("d"), 2), (uncached("p"), uncached("d"), 1)] {
+        let (p, d) = (start(prefills).await, start(decodes).await);
+        for _ in 0..2 {
+            let params = prefill(&p, &prompt).await;
+            assert_eq!(params["remote_block_ids"].as_array().unwrap().len(), groups);
+            assert_eq!(text(&decode(&d, &prompt, &params).await), alone(&prompt).await);
+        }
+        assert_eq!(fates(&d, LegKind::Decode), [LegFate::PulledOwn; 2]);
+        assert_eq!((p.handoffs().leases_open, p.handoffs().blocks_pinned), (0, 0));
+    }
+}
+
+#[tokio::test]
+async fn each_rank_is_an_engine_of_its_own_on_the_next_port() {
+    let ranks = |name| EngineConfig { data_parallel_size: 2, ..nixl(name) };
+    let (p, d) = (start(ranks("p")).await, start(ranks("d")).await);
+    let prompt = prompt(1, 40);
+    let body = json!({"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true}}).to_string();
+    let headers = [("Content-Type", "application/json"), ("X-data-parallel-rank", "1")];
+    let answer = exchange(http(&p), "POST", "/v1/completions", &headers, body.as_bytes()).await.unwrap();
+    let params = answer.body.json()["kv_transfer_params"].clone();
+    let first = p.addresses().side_channel.unwrap().port();
+    assert_eq!(params["remote_port"], first + 1);
+    let engine_id = params["remote_engine_id"].as_str().unwrap();
+    assert!(engine_id.ends_with("_dp1") && Some(engine_id) == p.engine_id(1).as_deref(), "{engine_id}");
+    assert_eq!(text(&decode(&d, &prompt, &params).await), alone(&prompt).await);
+    assert_eq!((p.legs()[0].rank, fates(&d, LegKind::Decode)), (Some(1), vec![LegFate::PulledOwn]));
+}
+
+#[tokio::test]
+async fn copies_of_one_prompt_each_keep_and_read_blocks_under_ids_of_their_own() {
+    let p = start(EngineConfig { kv_lease_s: 0.3, ..nixl("p") }).await;
+    let d = start(nixl("d")).await;
+    let prompt = prompt(1, 40);
+    let body = json!({"prompt": prompt, "max_tokens": 1, "n": 2, "kv_transfer_params": {"do_remote_decode": true}});
+    let params = ask(&p, &body, "leg").await.body.json()["kv_transfer_params"].clone();
+    assert!(params["remote_request_id"].as_str().unwrap().starts_with("1_cmpl-leg-0-"), "{params}");
+    let body = json!({"prompt": prompt, "max_tokens": 12, "n": 2, "kv_transfer_params": params});
+    assert_eq!(text(&ask(&d, &body, "leg").await), alone(&prompt).await);
+    assert_eq!(fates(&d, LegKind::Decode), [LegFate::PulledOwn; 2]);
+    eventually(SOON, "the other copy's lease ends", async || p.handoffs().leases_open == 0).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_program_tells_its_ports_and_shows_its_legs() {
+    let mut command = std::process::Command::new(binary("sim-engine").unwrap());
+    command.args(["--port", "0", "--events-port", "0", "--kv-connector", "mooncake", "--kv-role", "kv_producer"]);
+    command.args(["--kv-side-channel-port", "0", "--kv-bootstrap-port", "0", "--kv-lease-s", "0.5"]);
+    let mut child = Ended(command.stdout(std::process::Stdio::piped()).spawn().unwrap());
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(child.0.stdout.take().unwrap()), &mut line).unwrap();
+    let ready: Value = serde_json::from_str(&line).unwrap();
+    let at = |key: &str| SocketAddr::from(([127, 0, 0, 1], u16::try_from(ready[key].as_u64().unwrap()).unwrap()));
+    let query = get(at("bootstrap_port"), "/query").await.unwrap().body.json();
+    assert_eq!(query["0"]["engine_id"], ready["engine_id"]);
+    assert_eq!(query["0"]["worker_addr"]["0"]["0"], at("side_channel_port").to_string());
+    let body = json!({"prompt": "hello", "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": true, "transfer_id": "t"}});
+    post(at("http_port"), "/v1/completions", &body).await.unwrap();
+    let debug = async |path: &str| get(at("http_port"), path).await.unwrap().body.json();
+    let leg = debug("/debug/legs").await[0].clone();
+    assert_eq!((&leg["kind"], &leg["fate"], &leg["key"]), (&json!("prefill"), &json!("granted"), &json!("t")));
+    assert_eq!(debug("/debug/handoffs").await["leases_open"], 1);
+}
+
+/// Ends a child when the test does, however it ends.
+struct Ended(std::process::Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        if self.0.kill().is_ok() {
+            drop(self.0.wait());
+        }
     }
 }

@@ -253,7 +253,7 @@ pub struct EngineConfig {
     /// Port of Mooncake's bootstrap; 0 takes a free one (the library's default).
     #[arg(long, default_value_t = 8998)]
     pub kv_bootstrap_port: u16,
-    /// How long a prefill's blocks are kept for a decode that does not come, in seconds.
+    /// How long a prefill's blocks are kept for a decode that does not come, in seconds; a NIXL decode that waits for its turn renews it.
     #[arg(long, default_value_t = 30.0)]
     pub kv_lease_s: f64,
     /// How long a Mooncake decode waits for the prefill of its transfer, in seconds (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`).

@@ -62,7 +62,7 @@ pub struct FaultPlan {
     pub pause: bool,
     /// The share of the tokens found in the cache that answers admit to, instead of all of them.
     pub reported_cached_share: Option<f64>,
-    /// Nobody listens on the side channel.
+    /// Nobody listens on the side channel, nor on Mooncake's bootstrap.
     pub refuse_side_channel: bool,
     /// Share of handoff legs that have the faults below, from `prefill_without_params` to `decode_die_after_chunks`.
     pub handoff_fraction: f64,

@@ -264,7 +264,8 @@ impl Rank {
             loop {
                 let mut given = std::pin::pin!(self.handed.notified());
                 given.as_mut().enable();
-                if let Some(contents) = self.scheduler().transfer(key, from, until)? {
+                let now = self.scheduler().transfer(key, from, until)?;
+                if let Some(contents) = now {
                     return Ok(contents);
                 }
                 given.await;

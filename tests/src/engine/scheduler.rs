@@ -440,4 +440,6 @@ impl Scheduler {
 }
 
 #[cfg(test)]
+mod handoff_tests;
+#[cfg(test)]
 mod tests;

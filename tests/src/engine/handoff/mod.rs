@@ -118,7 +118,6 @@ impl Wish {
     pub(super) fn read(config: &EngineConfig, params: &Value) -> Self {
         let (prefill, decode) = (truthy(&params["do_remote_decode"]), truthy(&params["do_remote_prefill"]));
         match config.kv_connector {
-            KvConnector::None => Self::None,
             KvConnector::Nixl if decode => nixl_source(params).map_or(Self::Unusable, Self::Decode),
             KvConnector::Nixl if prefill => Self::Prefill { transfer_id: None },
             KvConnector::Mooncake if decode && config.kv_role == KvRole::Producer => Self::Unusable,

@@ -112,7 +112,9 @@ impl Turn {
             fields.shift_remove("kv_transfer_params");
         }
         if let (Some(finish), Some(choices)) = (&self.plan.prefill_finish, fields["choices"].as_array_mut()) {
-            choices.iter_mut().for_each(|choice| choice["finish_reason"] = json!(finish));
+            for choice in choices {
+                choice["finish_reason"] = json!(finish);
+            }
         }
     }
 

@@ -39,21 +39,12 @@ impl Gates {
         let at = |port| SocketAddr::new(config.host, port);
         let http = Gate::bind(at(config.http_port), inherited.faults.http_gate())
             .with_context(|| format!("listen for HTTP on {}", at(config.http_port)))?;
-        let side_channel = config.kv_connector != KvConnector::None && config.kv_side_channel_port == 0;
-        let tries = if config.events_port == 0 || side_channel { PORT_TRIES } else { 1 };
-        let mut ranks = RankGates::first(inherited);
-        for _ in 1..tries {
-            if ranks.is_ok() {
-                break;
-            }
-            ranks = RankGates::first(inherited);
-        }
         let bootstrap = SocketAddr::new(config.side_channel_host(), config.kv_bootstrap_port);
         let bootstrap = config.has_bootstrap().then(|| {
             Gate::bind(bootstrap, inherited.faults.side_channel_gate())
                 .with_context(|| format!("listen for Mooncake's bootstrap on {bootstrap}"))
         });
-        Ok(Self { http, ranks: ranks?, bootstrap: bootstrap.transpose()? })
+        Ok(Self { http, ranks: RankGates::first(inherited)?, bootstrap: bootstrap.transpose()? })
     }
 
     pub(super) fn again(inherited: &Inherited, addresses: Addresses) -> anyhow::Result<Self> {
@@ -79,8 +70,9 @@ impl Gates {
 impl RankGates {
     /// Those of all ranks; where the first port is free to choose, the next ones must be free too.
     fn first(inherited: &Inherited) -> anyhow::Result<Vec<Self>> {
-        let events = Self::first_events(inherited)?;
-        let side_channels = Self::first_side_channels(inherited)?;
+        let config = &inherited.config;
+        let events = tried(config.events_port, || Self::first_events(inherited))?;
+        let side_channels = tried(config.kv_side_channel_port, || Self::first_side_channels(inherited))?;
         let pairs = events.into_iter().zip(side_channels);
         Ok(pairs.map(|((events, replay), side_channel)| Self { events, replay, side_channel }).collect())
     }
@@ -146,6 +138,17 @@ impl RankGates {
             side_channel: gate(addresses.side_channel, faults.side_channel_gate())?,
         })
     }
+}
+
+/// Ports that begin with `first`: where that is free to choose, a neighbour that is taken is no end.
+fn tried<T>(first: u16, mut ports: impl FnMut() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let tries = if first == 0 { PORT_TRIES } else { 1 };
+    for _ in 1..tries {
+        if let Ok(ports) = ports() {
+            return Ok(ports);
+        }
+    }
+    ports()
 }
 
 /// The port of a rank whose first is `port`.

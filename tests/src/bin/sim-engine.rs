@@ -39,7 +39,9 @@ fn announce(engine: &Engine) -> std::io::Result<()> {
     let port = |address: Option<std::net::SocketAddr>| address.map(|address| address.port());
     let line = json!({
         "name": engine.name(), "host": addresses.http.ip(), "http_port": addresses.http.port(),
-        "events_port": port(addresses.events), "replay_port": port(addresses.replay), "pid": std::process::id(),
+        "events_port": port(addresses.events), "replay_port": port(addresses.replay),
+        "side_channel_port": port(addresses.side_channel), "bootstrap_port": port(addresses.bootstrap), "engine_id": engine.engine_id(0),
+        "pid": std::process::id(),
     });
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")?;

@@ -5,6 +5,8 @@
 
 use tokio::time::Instant;
 
+use super::handoff::Part;
+use super::handoff::contents::{Content, Contents, Lineage};
 use super::host::Host;
 use super::names::{Digest, Extra, Naming};
 use super::pool::{BlockId, Change, Pool};
@@ -41,6 +43,13 @@ pub(super) struct Sequence {
     window_blocks: Vec<Option<BlockId>>,
     /// Leading blocks that are in the cache.
     cached_blocks: usize,
+    /// Its blocks are to be read from elsewhere, which has not begun.
+    pub(super) unpulled: bool,
+    /// Prompt tokens read from elsewhere.
+    pub(super) pulled_tokens: usize,
+    /// What the answer says of its cached tokens, where that is not what was cached.
+    pub(super) reported_cached: Option<usize>,
+    lineage: Lineage,
 }
 
 impl Sequence {
@@ -49,6 +58,10 @@ impl Sequence {
         Self {
             id,
             tokens: request.prompt.clone(),
+            unpulled: matches!(request.part, Some(Part::Decode { .. })),
+            pulled_tokens: 0,
+            reported_cached: None,
+            lineage: Lineage::default(),
             request,
             computed: 0,
             hit_tokens: None,
@@ -67,6 +80,22 @@ impl Sequence {
     /// Tokens generated so far.
     pub(super) fn generated(&self) -> usize {
         self.tokens.len() - self.request.prompt.len()
+    }
+
+    /// Whether its blocks are to be read from elsewhere before it can run.
+    pub(super) fn pull_is_due(&self) -> bool {
+        self.unpulled
+    }
+
+    /// Whether it has blocks already.
+    pub(super) fn has_blocks(&self) -> bool {
+        !self.blocks.is_empty()
+    }
+
+    /// What it would compute into its block number `index`, as far as token number `until`.
+    fn content(&mut self, size: usize, index: usize, until: usize) -> Content {
+        let adapter = self.request.lora.as_ref().map_or("", |(_, name, _)| name);
+        self.lineage.content(adapter, &self.tokens, size, index, until)
     }
 
     /// The extra keys of block number `index`: the adapter in every block, the salt in the first.
@@ -111,6 +140,8 @@ pub(super) struct Shape {
     pub(super) host_blocks: usize,
     /// Whether events of host memory say tokens and parents.
     pub(super) host_describes: bool,
+    /// Whether what is in each block is kept, for others to read.
+    pub(super) contents: bool,
 }
 
 /// The pool, how its blocks are named, and the events not yet told.
@@ -120,6 +151,7 @@ pub(super) struct Cache {
     pool: Pool,
     host: Option<Host>,
     shape: Shape,
+    contents: Option<Contents>,
     events: Vec<Event>,
 }
 
@@ -127,7 +159,8 @@ impl Cache {
     /// An empty cache over `blocks` blocks, the null block included.
     pub(super) fn new(naming: Naming, blocks: usize, shape: Shape) -> Self {
         let host = (shape.host_blocks > 0).then(|| Host::new(shape.host_blocks, shape.host_describes));
-        Self { naming, pool: Pool::new(blocks), host, shape, events: Vec::new() }
+        let contents = shape.contents.then(|| Contents::new(blocks));
+        Self { naming, pool: Pool::new(blocks), host, shape, contents, events: Vec::new() }
     }
 
     /// The blocks and what they hold.
@@ -186,13 +219,26 @@ impl Cache {
     }
 
     /// Number of the full-attention group.
-    fn full_group(&self) -> u8 {
+    pub(super) fn full_group(&self) -> u8 {
         u8::from(self.shape.window.is_some())
     }
 
     /// Gives `seq` the blocks for `tokens` more tokens after `hits`, and caches what becomes full; nothing changes when the pool has
     /// too few free blocks.
     pub(super) fn allocate(&mut self, seq: &mut Sequence, tokens: usize, hits: &Hits) -> bool {
+        let until = seq.computed + tokens;
+        if !self.reserve(seq, tokens, hits) {
+            return false;
+        }
+        if !self.shape.disabled {
+            self.store(seq, until / self.naming.block_size(), hits.blocks());
+        }
+        self.leave_window(seq, until);
+        true
+    }
+
+    /// Gives `seq` the blocks for `tokens` more tokens after `hits`, and caches nothing yet.
+    pub(super) fn reserve(&mut self, seq: &mut Sequence, tokens: usize, hits: &Hits) -> bool {
         let until = seq.computed + tokens;
         let blocks = until.div_ceil(self.naming.block_size());
         let needed = blocks.saturating_sub(seq.blocks.len() + hits.full.len());
@@ -211,11 +257,73 @@ impl Cache {
         seq.window_blocks.extend(window.into_iter().map(|wanted| wanted.then(|| windowed.next()).flatten()));
         seq.blocks.extend(self.pool.take(needed, &mut changes).unwrap_or_default());
         self.note(changes);
-        if !self.shape.disabled {
-            self.store(seq, until / self.naming.block_size(), hits.blocks());
-        }
-        self.leave_window(seq, until);
+        // What host memory has is loaded as it was computed.
+        let size = self.naming.block_size();
+        self.fill(seq, hits.full.len() * size, hits.blocks() * size);
         true
+    }
+
+    /// `tokens` more tokens of `seq` are computed.
+    pub(super) fn compute(&mut self, seq: &mut Sequence, tokens: usize) {
+        let from = seq.computed;
+        seq.computed += tokens;
+        self.fill(seq, from, seq.computed);
+    }
+
+    fn fill(&mut self, seq: &mut Sequence, from: usize, until: usize) {
+        let Some(contents) = &mut self.contents else { return };
+        let size = self.naming.block_size();
+        for index in from / size..until.div_ceil(size) {
+            let own = seq.content(size, index, until);
+            contents.compute(seq.blocks[index], from.saturating_sub(index * size), &own);
+        }
+    }
+
+    /// Takes in what was read for the prompt's blocks from number `from` on, and caches them; whether it is what `seq` would have
+    /// computed.
+    pub(super) fn take_in(&mut self, seq: &mut Sequence, from: usize, read: Vec<Content>) -> bool {
+        let (size, prompt) = (self.naming.block_size(), seq.request.prompt.len());
+        let mut own = true;
+        for (index, content) in (from..).zip(read) {
+            own &= content.begins_as(&seq.content(size, index, prompt));
+            if let Some(contents) = &mut self.contents {
+                contents.put(seq.blocks[index], content);
+            }
+        }
+        if !self.shape.disabled {
+            self.store(seq, prompt / size, 0);
+        }
+        own
+    }
+
+    /// What these blocks hold.
+    pub(super) fn contents(&self, blocks: &[BlockId]) -> Vec<Content> {
+        blocks.iter().filter_map(|block| self.contents.as_ref().map(|contents| contents.of(*block))).collect()
+    }
+
+    /// The model looks at the KV under the prompt of `seq`: what is not the prompt's own makes it say something else.
+    pub(super) fn hear(&self, seq: &mut Sequence) {
+        let (Some(contents), Some(voice)) = (&self.contents, seq.request.voice.clone()) else { return };
+        let (size, prompt) = (self.naming.block_size(), seq.request.prompt.len());
+        let own: Vec<_> =
+            (0..prompt.div_ceil(size)).map(|index| (seq.blocks[index], seq.content(size, index, prompt))).collect();
+        let mark = contents.foreign(own.into_iter());
+        if mark != 0 {
+            seq.request.outputs =
+                voice.tokens.outputs(&seq.request.prompt, voice.seed ^ mark, seq.request.outputs.len());
+        }
+    }
+
+    /// Takes the blocks of `seq` from it, still in use: those of the full-attention group, and of the window group.
+    pub(super) fn keep(seq: &mut Sequence) -> (Vec<BlockId>, Vec<BlockId>) {
+        let window = seq.window_blocks.drain(..).flatten().collect();
+        (std::mem::take(&mut seq.blocks), window)
+    }
+
+    /// Takes back blocks that were kept.
+    pub(super) fn let_go(&mut self, blocks: Vec<BlockId>, window: Vec<BlockId>) {
+        self.pool.release(window.into_iter().rev());
+        self.pool.release(blocks.into_iter().rev());
     }
 
     /// For each block that the window group comes to know now: whether it is still in the window at `until`.
@@ -271,6 +379,8 @@ impl Cache {
         for (block, digest) in blocks.iter().zip(&seq.digests) {
             self.pool.cache(*block, *digest, group);
         }
+        seq.blocks.clone_from(&blocks);
+        self.fill(&mut seq, 0, blocks.len() * self.naming.block_size());
         self.pool.release(blocks.into_iter().rev());
         let starts = (0..seq.digests.len()).step_by(per_event.max(1));
         let stored = starts.map(|from| self.stored(&seq, from, (from + per_event.max(1)).min(seq.digests.len())));

@@ -4,6 +4,7 @@ use hyper::HeaderMap;
 use serde_json::{Value, json};
 
 use super::config::EngineConfig;
+use super::handoff::Wish;
 use super::scheduler::Finish;
 use super::tokens::Tokens;
 
@@ -76,6 +77,8 @@ pub(super) struct Call {
     pub(super) instructions: Option<String>,
     /// The data-parallel rank that the client wants.
     pub(super) rank: Option<usize>,
+    /// What its `kv_transfer_params` ask for.
+    pub(super) wish: Wish,
 }
 
 /// An error as vLLM's API server answers it.
@@ -98,6 +101,12 @@ impl ApiError {
     fn invalid(detail: &str, param: Option<&str>) -> Self {
         let message = format!("1 validation error:\n  {detail}");
         Self { status: 400, message, kind: "Bad Request", param: json!(param) }
+    }
+
+    /// 500 for a request whose KV did not come.
+    pub(super) fn pull_failed() -> Self {
+        let message = "KV load failed".to_owned();
+        Self { status: 500, message, kind: "InternalServerError", param: Value::Null }
     }
 
     /// A status on purpose.
@@ -207,6 +216,7 @@ impl Call {
             seed: number(body, "seed")?.unwrap_or(0),
             instructions: text(&body["instructions"]),
             rank,
+            wish: wish(config, body)?,
         };
         call.check_length(config.token_limit())?;
         Ok(call)
@@ -253,6 +263,17 @@ impl Call {
         }
         Ok(())
     }
+}
+
+/// What `kv_transfer_params` ask for; 400 where they are no object.
+pub(super) fn wish(config: &EngineConfig, body: &Value) -> Result<Wish, ApiError> {
+    let params = &body["kv_transfer_params"];
+    if !(params.is_null() || params.is_object()) {
+        let detail =
+            "{'type': 'dict_type', 'loc': 'body.kv_transfer_params', 'msg': 'Input should be a valid dictionary'}";
+        return Err(ApiError::invalid(detail, Some("kv_transfer_params")));
+    }
+    Ok(Wish::read(config, params))
 }
 
 /// The rank that `X-data-parallel-rank` pins; what is no number is ignored, as vLLM does.

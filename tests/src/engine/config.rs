@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::handoff::{KvConnector, KvRole};
 use super::names::{Algorithm, KeyForm, Naming};
 
 /// A vLLM release, `0.MINOR.PATCH`; it fixes the wire form, the replay form, the form of extra keys and the meaning of an unset seed.
@@ -125,6 +126,9 @@ impl fmt::Debug for Outputs {
     }
 }
 
+/// Longer than any test: a limit for options in seconds.
+const LONGEST_WAIT: Duration = Duration::from_hours(24);
+
 /// How one simulated engine is built and how fast it is. The defaults are the recorded engine's, with a faster model.
 #[derive(Debug, Clone, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own on a command line")]
@@ -234,6 +238,31 @@ pub struct EngineConfig {
     /// Leave `usage.prompt_tokens_details` null (no `--enable-prompt-tokens-details`).
     #[arg(long)]
     pub no_prompt_tokens_details: bool,
+    /// The KV connector, with which prefill and decode can be apart.
+    #[arg(long, value_enum, default_value = "none")]
+    pub kv_connector: KvConnector,
+    /// The part in that.
+    #[arg(long, value_enum, default_value = "kv_both")]
+    pub kv_role: KvRole,
+    /// Address of the side channel, as other engines reach it; by default that of HTTP.
+    #[arg(long)]
+    pub kv_side_channel_host: Option<IpAddr>,
+    /// Port of the side channel, for each rank the next one; 0 takes a free one (the library's default).
+    #[arg(long, default_value_t = 5600)]
+    pub kv_side_channel_port: u16,
+    /// Port of Mooncake's bootstrap; 0 takes a free one (the library's default).
+    #[arg(long, default_value_t = 8998)]
+    pub kv_bootstrap_port: u16,
+    /// How long a prefill's blocks are kept for a decode that does not come, in seconds; a NIXL decode that waits for its turn renews it.
+    #[arg(long, default_value_t = 30.0)]
+    pub kv_lease_s: f64,
+    /// How long a Mooncake decode waits for the prefill of its transfer, in seconds (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`).
+    #[arg(long, default_value_t = 480.0)]
+    pub kv_transfer_wait_s: f64,
+    /// A decode reports the tokens that its prefill found cached (`remote_prefill_cached_tokens`, as vLLM does from 0.31 on), not those
+    /// that it took from there.
+    #[arg(long)]
+    pub report_remote_cached_tokens: bool,
     /// Seed of everything random: outputs, random `NONE_HASH`, faults.
     #[arg(long, default_value_t = 1)]
     pub chance_seed: u64,
@@ -280,6 +309,14 @@ impl Default for EngineConfig {
             event_hwm: 100_000,
             topic: String::new(),
             no_prompt_tokens_details: false,
+            kv_connector: KvConnector::None,
+            kv_role: KvRole::Both,
+            kv_side_channel_host: None,
+            kv_side_channel_port: 0,
+            kv_bootstrap_port: 0,
+            kv_lease_s: 30.0,
+            kv_transfer_wait_s: 480.0,
+            report_remote_cached_tokens: false,
             chance_seed: 1,
             outputs: Outputs::default(),
         }
@@ -305,7 +342,33 @@ impl EngineConfig {
         anyhow::ensure!(self.max_num_batched_tokens > 0, "max_num_batched_tokens must be at least 1");
         anyhow::ensure!(self.prefill_us_per_token >= 0.0, "prefill_us_per_token must not be negative");
         anyhow::ensure!(self.decode_ms_per_token >= 0.0, "decode_ms_per_token must not be negative");
+        let duration = |seconds| Duration::try_from_secs_f64(seconds).is_ok_and(|time| time <= LONGEST_WAIT);
+        anyhow::ensure!(
+            self.kv_lease_s > 0.0 && duration(self.kv_lease_s),
+            "kv_lease_s must be above 0, and a day at most"
+        );
+        anyhow::ensure!(duration(self.kv_transfer_wait_s), "kv_transfer_wait_s must be from 0 to a day");
         Ok(())
+    }
+
+    /// How long a prefill's blocks are kept.
+    pub(super) fn lease(&self) -> Duration {
+        Duration::try_from_secs_f64(self.kv_lease_s).unwrap_or(LONGEST_WAIT)
+    }
+
+    /// How long a decode waits for a transfer's prefill.
+    pub(super) fn transfer_wait(&self) -> Duration {
+        Duration::try_from_secs_f64(self.kv_transfer_wait_s).unwrap_or(LONGEST_WAIT)
+    }
+
+    /// Where the side channel listens.
+    pub(super) fn side_channel_host(&self) -> IpAddr {
+        self.kv_side_channel_host.unwrap_or(self.host)
+    }
+
+    /// Whether decodes elsewhere find this engine through a bootstrap.
+    pub(super) fn has_bootstrap(&self) -> bool {
+        self.kv_connector == KvConnector::Mooncake && self.kv_role != KvRole::Consumer
     }
 
     /// The longest prompt plus output that both the model and the pool can hold, in tokens. Two groups need two blocks for a block.
@@ -351,7 +414,13 @@ mod tests {
     #[test]
     fn the_flags_defaults_are_the_library_s_defaults_with_vllm_s_ports() {
         let flags = Flags::parse_from(["sim-engine"]).engine;
-        let library = EngineConfig { http_port: 8000, events_port: 5557, ..EngineConfig::default() };
+        let library = EngineConfig {
+            http_port: 8000,
+            events_port: 5557,
+            kv_side_channel_port: 5600,
+            kv_bootstrap_port: 8998,
+            ..EngineConfig::default()
+        };
         assert_eq!(format!("{flags:?}"), format!("{library:?}"));
     }
 

@@ -62,6 +62,38 @@ pub struct FaultPlan {
     pub pause: bool,
     /// The share of the tokens found in the cache that answers admit to, instead of all of them.
     pub reported_cached_share: Option<f64>,
+    /// Nobody listens on the side channel, nor on Mooncake's bootstrap.
+    pub refuse_side_channel: bool,
+    /// Share of handoff legs that have the faults below, from `prefill_without_params` to `decode_die_after_chunks`.
+    pub handoff_fraction: f64,
+    /// Answers of prefills have no `kv_transfer_params`, and nothing is kept for a decode.
+    pub prefill_without_params: bool,
+    /// Answers of prefills end for this reason (`stop`, `abort`) with null parameters, and nothing is kept.
+    pub prefill_finish: Option<String>,
+    /// `kv_transfer_params` of prefills have a field `padding` of this many bytes.
+    pub prefill_padding: Option<usize>,
+    /// Status of prefills instead of a real answer; nothing is computed.
+    pub prefill_status: Option<u16>,
+    /// Prefills break off: before the head of the answer, or after half of its body. They are computed, and their blocks are kept.
+    pub prefill_dies: Option<Death>,
+    /// Decodes are read and never answered; nothing is read from the prefill side.
+    pub decode_stall: bool,
+    /// Decodes break off after this many chunks, or after half a body that is not streamed (0: before the head).
+    pub decode_die_after_chunks: Option<usize>,
+    /// Time between a decode's turn and its read, in milliseconds, in which it does not ask to keep the blocks.
+    pub pull_delay_ms: u64,
+    /// A decode whose read fails is answered 500, not computed here.
+    pub fail_on_pull_failure: bool,
+}
+
+/// Where an answer breaks off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Death {
+    /// Before its head.
+    Before,
+    /// After half of its body.
+    Middle,
 }
 
 impl Default for FaultPlan {
@@ -90,6 +122,17 @@ impl Default for FaultPlan {
             keep_alive_ms: None,
             pause: false,
             reported_cached_share: None,
+            refuse_side_channel: false,
+            handoff_fraction: 1.0,
+            prefill_without_params: false,
+            prefill_finish: None,
+            prefill_padding: None,
+            prefill_status: None,
+            prefill_dies: None,
+            decode_stall: false,
+            decode_die_after_chunks: None,
+            pull_delay_ms: 0,
+            fail_on_pull_failure: false,
         }
     }
 }
@@ -102,6 +145,7 @@ pub struct Faults {
     http_open: watch::Sender<bool>,
     events_open: watch::Sender<bool>,
     replay_open: watch::Sender<bool>,
+    side_channel_open: watch::Sender<bool>,
     /// Counts how often all subscribers were cut off.
     cuts: watch::Sender<u64>,
 }
@@ -114,6 +158,7 @@ impl Faults {
             http_open: watch::Sender::new(true),
             events_open: watch::Sender::new(true),
             replay_open: watch::Sender::new(true),
+            side_channel_open: watch::Sender::new(true),
             cuts: watch::Sender::new(0),
         }
     }
@@ -130,6 +175,7 @@ impl Faults {
         self.http_open.send_replace(!plan.refuse_http);
         self.events_open.send_replace(!plan.refuse_events);
         self.replay_open.send_replace(!plan.refuse_replay);
+        self.side_channel_open.send_replace(!plan.refuse_side_channel);
     }
 
     /// Nothing goes wrong any more.
@@ -177,6 +223,10 @@ impl Faults {
 
     pub(super) fn replay_gate(&self) -> watch::Receiver<bool> {
         self.replay_open.subscribe()
+    }
+
+    pub(super) fn side_channel_gate(&self) -> watch::Receiver<bool> {
+        self.side_channel_open.subscribe()
     }
 
     pub(super) fn cuts(&self) -> watch::Receiver<u64> {

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::io::Read as _;
 use std::path::Path;
+use std::time::Duration;
 
 use flate2::read::GzDecoder;
 use serde_json::Value;
@@ -222,7 +223,7 @@ impl Session {
         let size = after("--block-size").unwrap().parse().unwrap();
         let algorithm = algorithm(after("--prefix-caching-hash-algo").unwrap_or("sha256"));
         let naming = Naming::new(algorithm, size, seed, true, true, 1);
-        let limits = Limits { max_num_seqs: 256, max_num_batched_tokens: 2048, shape };
+        let limits = Limits { max_num_seqs: 256, max_num_batched_tokens: 2048, shape, lease: Duration::ZERO };
         let adapters = args.split(' ').filter_map(|word| word.split_once('=')).zip(1..);
         Self {
             scheduler: Scheduler::new(naming, blocks, limits),
@@ -294,6 +295,8 @@ impl Session {
                 skips_cache: false,
                 choice: 0,
                 n: 1,
+                part: None,
+                voice: None,
                 sink: self.sink.clone(),
             };
             self.scheduler.submit(request, Instant::now());

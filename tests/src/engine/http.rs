@@ -1,6 +1,5 @@
 //! The HTTP surface of the engine: routes, and how answers are sent, broken off or withheld.
 
-use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::pin::Pin;
@@ -18,14 +17,19 @@ use tokio::sync::mpsc;
 
 use super::answers::{self, Answer, Reporting};
 use super::call::{self, ApiError, Call, Kind};
+use super::debug;
+use super::faults::Death;
+use super::handoff::Wish;
+use super::handoff::turn::Turn;
 use super::journal::Tracked;
 use super::life::Life;
 use super::metrics;
-use super::rank::{Rank, Running};
+use super::rank::{Origin, Rank, Running};
+use super::scheduler::Finish;
 use super::server::Conn;
 
 /// Bodies are read up to this size; more than any prompt of a test.
-const BODY_MAX: usize = 256 * 1024 * 1024;
+pub(super) const BODY_MAX: usize = 256 * 1024 * 1024;
 
 /// The connection is to be cut without (more of) an answer.
 #[derive(Debug)]
@@ -69,7 +73,7 @@ impl Body for Answered {
     }
 }
 
-type Reply = Response<Answered>;
+pub(super) type Reply = Response<Answered>;
 
 /// Serves one request of one connection.
 pub(super) async fn serve(life: Arc<Life>, conn: Arc<Conn>, request: Request<Incoming>) -> Result<Reply, Cut> {
@@ -78,7 +82,7 @@ pub(super) async fn serve(life: Arc<Life>, conn: Arc<Conn>, request: Request<Inc
     let whole_path = head.uri.path_and_query().map_or_else(|| path.clone(), ToString::to_string);
     let _busy = conn.busy();
     let reply = if path.starts_with("/debug/") {
-        debug(&life, &path, &head.method, body).await
+        debug::reply_to(&life, &path, &head.method, body).await
     } else {
         let tracked = life.journal.open(head.method.as_str(), &whole_path, &head.headers);
         let visit = Visit {
@@ -180,29 +184,53 @@ impl Visit {
             self.conn.prepare_cut(plan.die_with_reset);
             return Err(Cut);
         }
-        let call = call::parse(&self.headers, body)
-            .and_then(|body| Call::read(kind, &self.life.config, &self.life.tokens, &self.headers, &body));
-        let call = match call {
-            Ok(call) => call,
+        let body = match call::parse(&self.headers, body) {
+            Ok(body) => body,
             Err(error) => return Ok(refuse(tracked, &error)),
         };
-        let running = self.life.submit(&call).ok_or(Cut)?;
+        let mut call = match Call::read(kind, &self.life.config, &self.life.tokens, &self.headers, &body) {
+            Ok(call) => call,
+            Err(error) => {
+                // A refused decode does without its blocks, and says so.
+                let wish = call::wish(&self.life.config, &body).unwrap_or(Wish::None);
+                drop(self.turn(wish, 1, &tracked));
+                return Ok(refuse(tracked, &error));
+            }
+        };
+        let mut turn = self.turn(call.wish.clone(), call.prompts.len() * call.n, &tracked);
+        if let Some(status) = turn.status() {
+            return Ok(refuse(tracked, &ApiError::injected(status)));
+        }
+        turn.stall().await;
+        let dies = dies.or_else(|| turn.dies_after_chunks());
+        if dies == Some(0) {
+            self.conn.prepare_cut(plan.die_with_reset);
+            return Err(Cut);
+        }
+        let answer = self.answer(&call);
+        call.wish = turn.begin();
+        let origin = Origin { id: &answer.id, legs: &turn.legs, handed: &turn.handed };
+        let running = self.life.submit(&call, origin).ok_or(Cut)?;
         let rank = running.rank.number;
         tracked.rank(rank);
-        let answer = self.answer(&call);
-        let sender = Sender { life: self.life, conn: self.conn, call, answer, running, dies };
+        turn.runs_on(rank);
+        let sender = Sender { life: self.life, conn: self.conn, call, answer, running, dies, turn };
         tracked.status(200);
         let reply = if sender.call.stream { sender.stream(tracked) } else { sender.whole(tracked).await? };
         Ok(with_rank(reply, rank))
     }
 
+    fn request_id(&self) -> Option<&str> {
+        self.headers.get("x-request-id").and_then(|id| id.to_str().ok())
+    }
+
+    fn turn(&self, wish: Wish, legs: usize, tracked: &Tracked) -> Turn {
+        Turn::open(&self.life, wish, legs, self.request_id(), tracked)
+    }
+
     fn answer(&self, call: &Call) -> Answer {
         let config = &self.life.config;
-        let id = self
-            .headers
-            .get("x-request-id")
-            .and_then(|id| id.to_str().ok())
-            .map_or_else(|| self.life.new_id(), str::to_owned);
+        let id = self.request_id().map_or_else(|| self.life.new_id(), str::to_owned);
         Answer::new(
             call,
             &id,
@@ -242,17 +270,28 @@ struct Sender {
     running: Running,
     /// Break off after this many chunks.
     dies: Option<usize>,
+    /// Its part in a handoff.
+    turn: Turn,
 }
 
 impl Sender {
     async fn whole(mut self, tracked: Tracked) -> Result<Reply, Cut> {
         while !self.answer.complete() {
             let output = self.running.outputs.recv().await.ok_or(Cut)?;
+            if output.finish == Some(Finish::Error) {
+                return Ok(refuse(tracked, &ApiError::pull_failed()));
+            }
             let text = self.life.tokens.text(output.token);
             self.answer.take(output, &text);
         }
-        let body = self.answer.body(&self.call).to_string();
-        if self.dies.is_some() {
+        let mut body = self.answer.body(&self.call);
+        self.turn.dress(&mut body, self.running.rank.identity());
+        let body = body.to_string();
+        if self.turn.death() == Some(Death::Before) {
+            self.conn.prepare_cut(self.life.faults.plan().die_with_reset);
+            return Err(Cut);
+        }
+        if self.dies.is_some() || self.turn.death() == Some(Death::Middle) {
             return Ok(self.half(&body));
         }
         tracked.finish();
@@ -305,6 +344,9 @@ impl Sender {
         let mut opened = false;
         while !self.answer.complete() {
             let Some(output) = self.running.outputs.recv().await else { return false };
+            if output.finish == Some(Finish::Error) {
+                return self.send_error(&mut events).await;
+            }
             let mut due = if opened { Vec::new() } else { self.answer.first_frames(&self.call) };
             opened = true;
             let text = self.life.tokens.text(output.token);
@@ -322,6 +364,12 @@ impl Sender {
             }
         }
         true
+    }
+
+    /// The head is gone, so that the error comes as an event; whether it could be sent.
+    async fn send_error(&self, events: &mut Events) -> bool {
+        let error = format!("data: {}\n\n", ApiError::pull_failed().body());
+        self.send_event(events, error).await && self.send_event(events, "data: [DONE]\n\n".to_owned()).await
     }
 
     /// Sends one event, unless the stream is to die or stall here.
@@ -395,60 +443,6 @@ impl Life {
     }
 }
 
-/// What tests look at and change; not part of vLLM.
-async fn debug(life: &Life, path: &str, method: &Method, body: Incoming) -> Reply {
-    match (method.as_str(), path) {
-        ("GET", "/debug/blocks") => {
-            let ranks: Vec<Value> = life.ranks().iter().map(|rank| held(rank)).collect();
-            let first = life.ranks().first().map(|rank| (rank.none_hash, rank.publisher.published()));
-            let (none_hash, published) = first.unzip();
-            reply(
-                200,
-                &json!({
-                    "engine": life.config.name, "life": life.number, "block_size": life.config.block_size,
-                    "none_hash": none_hash.map(|none_hash| format!("{none_hash:?}")), "published": published,
-                    "blocks": by_name(life.blocks()), "ranks": ranks,
-                }),
-            )
-        }
-        ("GET", "/debug/requests") => reply(200, &json!(life.journal.requests())),
-        ("GET", "/debug/counters") => {
-            let (running, waiting) = (life.running(), life.waiting());
-            let mut counters = json!(life.journal.counters());
-            counters["scheduler_running"] = json!(running);
-            counters["scheduler_waiting"] = json!(waiting);
-            reply(200, &counters)
-        }
-        ("POST", "/debug/forget") => {
-            let Ok(body) = Limited::new(body, BODY_MAX).collect().await else { return empty(400) };
-            let asked: Value = serde_json::from_slice(&body.to_bytes()).unwrap_or_default();
-            let Some(share) = asked["share"].as_f64() else { return empty(400) };
-            reply(200, &json!({"forgotten": life.forget(share)}))
-        }
-        ("GET", "/debug/fault") => reply(200, &json!(life.faults.plan())),
-        ("POST", "/debug/fault") => {
-            let Ok(body) = Limited::new(body, BODY_MAX).collect().await else { return empty(400) };
-            let applied = serde_json::from_slice(&body.to_bytes()).map_err(anyhow::Error::from);
-            match applied.and_then(|fault: Value| life.faults.apply(&fault)) {
-                Ok(plan) => reply(200, &json!(plan)),
-                Err(cause) => reply(400, &json!({"error": format!("{cause:#}")})),
-            }
-        }
-        _ => reply(404, &json!({"detail": "Not Found"})),
-    }
-}
-
-fn held(rank: &Rank) -> Value {
-    json!({
-        "none_hash": format!("{:?}", rank.none_hash), "published": rank.publisher.published(), "blocks": by_name(rank.blocks()),
-        "host_blocks": rank.host_blocks(),
-    })
-}
-
-fn by_name(blocks: BTreeMap<u64, usize>) -> Value {
-    Value::Object(blocks.into_iter().map(|(name, copies)| (name.to_string(), json!(copies))).collect())
-}
-
 /// The rank that computes; vLLM does not say it.
 fn with_rank(mut reply: Reply, rank: usize) -> Reply {
     reply.headers_mut().insert(HeaderName::from_static("x-sim-rank"), HeaderValue::from(rank));
@@ -479,7 +473,7 @@ fn error_reply(error: &ApiError) -> Reply {
     reply(error.status, &error.body())
 }
 
-fn reply(status: u16, body: &Value) -> Reply {
+pub(super) fn reply(status: u16, body: &Value) -> Reply {
     json_reply(status, body.to_string())
 }
 
@@ -490,7 +484,7 @@ fn json_reply(status: u16, body: String) -> Reply {
     reply
 }
 
-fn empty(status: u16) -> Reply {
+pub(super) fn empty(status: u16) -> Reply {
     let mut reply = Response::new(Answered::Whole(Full::default()));
     *reply.status_mut() = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     reply

@@ -7,6 +7,8 @@ use hyper::HeaderMap;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
+use super::handoff::legs::Legs;
+
 /// Requests remembered; older ones are forgotten, so that a long run stays flat.
 const REQUESTS_MAX: usize = 20_000;
 
@@ -64,6 +66,8 @@ pub struct Counters {
 /// All requests of one engine over its lives; requests to `/debug/…` are not in it.
 #[derive(Debug, Default)]
 pub(super) struct Journal {
+    /// What became of the legs of handoffs.
+    pub(super) legs: Legs,
     inner: Mutex<Inner>,
 }
 
@@ -158,6 +162,11 @@ impl Tracked {
 
     pub(super) fn rank(&self, rank: usize) {
         self.journal.change(self.id, |seen| seen.rank = Some(rank));
+    }
+
+    /// [`Seen::id`].
+    pub(super) fn id(&self) -> u64 {
+        self.id
     }
 
     /// The whole answer was handed over.

@@ -9,9 +9,10 @@ use super::chance::Chance;
 use super::clock;
 use super::config::EngineConfig;
 use super::faults::Faults;
+use super::handoff::legs::Handoffs;
 use super::journal::Journal;
 use super::metrics::HttpCounts;
-use super::rank::{Rank, Running};
+use super::rank::{Origin, Rank, Running};
 use super::tokens::Tokens;
 
 /// What the tasks of one life share.
@@ -74,10 +75,17 @@ impl Life {
     }
 
     /// Runs a call where it wants to be, else on the next rank in turn.
-    pub(super) fn submit(&self, call: &Call) -> Option<Running> {
+    pub(super) fn submit(&self, call: &Call, origin: Origin<'_>) -> Option<Running> {
         let ranks = self.ranks();
         let rank = call.rank.unwrap_or_else(|| self.next_rank.fetch_add(1, Ordering::Relaxed) % ranks.len());
-        ranks.get(rank).map(|rank| rank.submit(call))
+        ranks.get(rank).map(|rank| rank.submit(call, origin))
+    }
+
+    /// What the handoffs of all lives add up to, and what is open now.
+    pub(super) fn handoffs(&self) -> Handoffs {
+        let pinned = self.ranks().into_iter().map(|rank| rank.scheduler().pinned());
+        let (leases_open, blocks_pinned) = pinned.fold((0, 0), |(leases, blocks), of| (leases + of.0, blocks + of.1));
+        Handoffs { leases_open, blocks_pinned, ..self.journal.legs.sums() }
     }
 
     /// Requests being computed by all ranks.

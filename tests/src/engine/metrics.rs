@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use super::config::EngineConfig;
+use super::handoff::KvConnector;
 use super::rank::Rank;
 use super::scheduler::Scheduler;
 
@@ -46,11 +47,23 @@ fn series(out: &mut String, line: &str, values: &Values<'_>, rank: usize) {
     out.push('\n');
 }
 
+/// Families that an engine with a NIXL connector has besides; read in vLLM's source, the recorded engine had none.
+const NIXL: &str = "\
+# HELP vllm:nixl_num_failed_transfers_total Number of failed NIXL KV Cache transfers.
+# TYPE vllm:nixl_num_failed_transfers_total counter
+vllm:nixl_num_failed_transfers_total{engine=\"0\",model_name=\"@MODEL@\"}
+# HELP vllm:nixl_num_kv_expired_reqs_total Number of requests that had their KV expire.
+# TYPE vllm:nixl_num_kv_expired_reqs_total counter
+vllm:nixl_num_kv_expired_reqs_total{engine=\"0\",model_name=\"@MODEL@\"}
+";
+
 fn fill(config: &EngineConfig) -> String {
     let tokens = config.num_gpu_blocks * config.block_size;
     let hundredths = tokens * 100 / config.max_model_len.max(1);
     let caching = if config.no_prefix_caching { "False" } else { "True" };
-    TEMPLATE
+    let template =
+        if config.kv_connector == KvConnector::Nixl { [TEMPLATE, NIXL].concat() } else { TEMPLATE.to_owned() };
+    template
         .replace("@MODEL@", &config.model)
         .replace("@BLOCK_SIZE@", &config.block_size.to_string())
         .replace("@POOL_TOKENS@", &tokens.to_string())
@@ -75,18 +88,25 @@ impl Values<'_> {
             "process_start_time_seconds" => self.started,
             "vllm:num_requests_running" => real(wide(self.scheduler.running())),
             "vllm:num_requests_waiting" => real(wide(self.scheduler.waiting())),
-            "vllm:num_requests_waiting_by_reason" => only("\"capacity\"", wide(self.scheduler.waiting())),
+            "vllm:num_requests_waiting_by_reason" if has("\"deferred\"") => real(wide(self.scheduler.pulling())),
+            "vllm:num_requests_waiting_by_reason" => real(wide(self.scheduler.waiting() - self.scheduler.pulling())),
             "vllm:kv_cache_usage_perc" => self.scheduler.pool().usage(),
             "vllm:prefix_cache_queries_total" => real(stats.prefix_queries),
             "vllm:prefix_cache_hits_total" => real(stats.prefix_hits),
             "vllm:num_preemptions_total" => real(stats.preemptions),
             "vllm:prompt_tokens_total" => real(stats.prompt_tokens),
             "vllm:prompt_tokens_by_source_total" if has("\"local_compute\"") => {
-                real(stats.prompt_tokens - stats.cached_tokens)
+                real(stats.prompt_tokens - stats.cached_tokens - stats.pulled_tokens)
             }
+            "vllm:prompt_tokens_by_source_total" if has("\"external_kv_transfer\"") => real(stats.pulled_tokens),
             "vllm:prompt_tokens_by_source_total" => only("\"local_cache_hit\"", stats.cached_tokens),
-            "vllm:prompt_tokens_cached_total" => real(stats.cached_tokens),
+            "vllm:prompt_tokens_cached_total" => real(stats.cached_tokens + stats.pulled_tokens),
+            "vllm:prompt_tokens_cached_by_source_total" if has("\"p2p\"") => real(stats.pulled_tokens),
             "vllm:prompt_tokens_cached_by_source_total" => only("\"device\"", stats.cached_tokens),
+            "vllm:external_prefix_cache_queries_total" => real(stats.external_queries),
+            "vllm:external_prefix_cache_hits_total" => real(stats.external_hits),
+            "vllm:nixl_num_failed_transfers_total" => real(stats.failed_pulls),
+            "vllm:nixl_num_kv_expired_reqs_total" => real(stats.expired_leases),
             "vllm:generation_tokens_total" => real(stats.generation_tokens),
             "vllm:request_success_total" => stats
                 .finished

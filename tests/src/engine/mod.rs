@@ -4,7 +4,7 @@
 //! vLLM 0.32 unless told another version; `fidelity.rs` holds it against recordings of the real one.
 //!
 //! What it adds for tests: the headers `x-sim-engine` and `x-sim-rank` in answers, and `/debug/blocks`, `/debug/requests`,
-//! `/debug/counters`, `/debug/fault`, `/debug/forget`.
+//! `/debug/counters`, `/debug/legs`, `/debug/handoffs`, `/debug/fault`, `/debug/forget`.
 
 mod answers;
 mod cache;
@@ -12,11 +12,13 @@ mod call;
 pub(crate) mod chance;
 mod clock;
 mod config;
+mod debug;
 mod dialect;
 mod faults;
 #[cfg(test)]
 mod fidelity;
 mod gate;
+mod handoff;
 mod host;
 mod http;
 mod journal;
@@ -24,6 +26,7 @@ mod life;
 mod metrics;
 mod names;
 mod pool;
+mod ports;
 mod publish;
 mod rank;
 mod scheduler;
@@ -44,7 +47,9 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 pub use config::{Adapter, EngineConfig, OutputHook, Outputs, Version};
-pub use faults::{FaultPlan, Faults};
+pub use faults::{Death, FaultPlan, Faults};
+pub use handoff::legs::{Handoffs, Leg, LegFate, LegKind};
+pub use handoff::{KvConnector, KvRole};
 pub use journal::{Counters, Seen};
 pub use names::{Algorithm, Digest, Extra, KeyForm, Naming};
 pub use publish::Published;
@@ -53,20 +58,16 @@ pub use wire::{Encoder, Event, Stored};
 pub(crate) use gate::reset_on_close;
 
 use gate::Gate;
+use handoff::{bootstrap, side};
 use journal::Journal;
 use life::{Inherited, Life};
+use ports::{Gates, RankGates};
 use publish::Publisher;
 use rank::Rank;
 use tokens::Tokens;
 
 /// How long [`Engine::stop`] waits for requests under way.
 const STOP_GRACE: Duration = Duration::from_secs(10);
-
-/// LoxiLB's rule for the replay port where nothing says otherwise.
-const REPLAY_PORT_OFFSET: u16 = 1000;
-
-/// Tries to find a free event port whose replay port is free too.
-const PORT_TRIES: usize = 64;
 
 /// A running engine. Dropping it is [`Engine::kill`] without the wait.
 #[derive(Debug)]
@@ -87,6 +88,10 @@ pub struct Addresses {
     pub events: Option<SocketAddr>,
     /// Replay socket of rank 0, unless switched off.
     pub replay: Option<SocketAddr>,
+    /// Side channel of rank 0, with a connector; rank r has the next r-th port.
+    pub side_channel: Option<SocketAddr>,
+    /// Mooncake's bootstrap, of all ranks.
+    pub bootstrap: Option<SocketAddr>,
 }
 
 #[derive(Debug)]
@@ -164,6 +169,26 @@ impl Engine {
         self.inherited.journal.counters()
     }
 
+    /// Every leg of a handoff it has seen, and what became of it.
+    pub fn legs(&self) -> Vec<Leg> {
+        self.inherited.journal.legs.all()
+    }
+
+    /// Takes the legs whose fate is sealed out of what [`Engine::legs`] gives.
+    pub fn take_ended_legs(&self) -> Vec<Leg> {
+        self.inherited.journal.legs.take_ended()
+    }
+
+    /// What its handoffs add up to, and the leases and pinned blocks of this moment (none while it is dead).
+    pub fn handoffs(&self) -> Handoffs {
+        self.running.as_ref().map_or_else(|| self.inherited.journal.legs.sums(), |tasks| tasks.life.handoffs())
+    }
+
+    /// `remote_engine_id` of a rank in this life; none without a connector.
+    pub fn engine_id(&self, rank: usize) -> Option<String> {
+        self.rank(rank)?.identity().map(|identity| identity.engine_id.clone())
+    }
+
     /// The names it holds and how many copies of each, over all its ranks; empty while it is dead.
     pub fn blocks(&self) -> BTreeMap<u64, usize> {
         self.running.as_ref().map(|tasks| tasks.life.blocks()).unwrap_or_default()
@@ -237,12 +262,14 @@ impl Engine {
             tracing::warn!(engine = self.name(), "requests still under way after the grace time");
         }
         end(tasks).await;
+        self.inherited.journal.legs.lost(None);
     }
 
     /// Ends as on SIGKILL: every socket goes at once.
     pub async fn kill(&mut self) {
         if let Some(tasks) = self.running.take() {
             end(tasks).await;
+            self.inherited.journal.legs.lost(None);
         }
     }
 
@@ -268,6 +295,7 @@ impl Engine {
             // Aborted or ended: either way its sockets are gone.
             drop(handle.await);
         }
+        self.inherited.journal.legs.lost(Some(number));
         let mut gates = RankGates::again(&self.inherited, self.addresses, number);
         // A subscriber's own task ends a moment after the socket's.
         for _ in 0..100 {
@@ -301,6 +329,7 @@ impl Engine {
             serving.await;
             serving_ended.send_replace(true);
         }));
+        handles.extend(gates.bootstrap.map(|gate| tokio::spawn(bootstrap::serve(Arc::clone(&life), gate))));
         self.running = Some(Tasks { life, stopping, ended, handles, ranks: rank_handles });
     }
 
@@ -312,10 +341,15 @@ impl Engine {
         if self.running.is_some() {
             self.rank_restarts += 1;
         }
-        let rank = Arc::new(Rank::new(&self.inherited, life, number, ports));
+        let side_channel = gates.side_channel.as_ref().map(Gate::address);
+        let rank = Arc::new(Rank::new(&self.inherited, life, number, ports, side_channel));
         let mut handles = vec![tokio::spawn(Arc::clone(&rank).run())];
         handles.extend(gates.events.map(|gate| tokio::spawn(Publisher::serve_events(Arc::clone(&rank), gate))));
         handles.extend(gates.replay.map(|gate| tokio::spawn(Publisher::serve_replay(Arc::clone(&rank), gate))));
+        if let Some(gate) = gates.side_channel {
+            handles.push(tokio::spawn(side::serve(Arc::clone(&rank), gate)));
+            handles.push(tokio::spawn(Arc::clone(&rank).expire_leases()));
+        }
         (rank, handles)
     }
 }
@@ -334,106 +368,4 @@ async fn end(tasks: Tasks) {
         // Aborted or ended: either way its sockets are gone.
         drop(handle.await);
     }
-}
-
-/// The listening sockets of one life.
-struct Gates {
-    http: Gate,
-    ranks: Vec<RankGates>,
-}
-
-/// Those of one rank.
-struct RankGates {
-    events: Option<Gate>,
-    replay: Option<Gate>,
-}
-
-impl Gates {
-    fn first(inherited: &Inherited) -> anyhow::Result<Self> {
-        let config = &inherited.config;
-        let at = |port| SocketAddr::new(config.host, port);
-        let http = Gate::bind(at(config.http_port), inherited.faults.http_gate())
-            .with_context(|| format!("listen for HTTP on {}", at(config.http_port)))?;
-        let tries = if config.events_port == 0 { PORT_TRIES } else { 1 };
-        let mut ranks = RankGates::first(inherited);
-        for _ in 1..tries {
-            if ranks.is_ok() {
-                break;
-            }
-            ranks = RankGates::first(inherited);
-        }
-        Ok(Self { http, ranks: ranks? })
-    }
-
-    fn again(inherited: &Inherited, addresses: Addresses) -> anyhow::Result<Self> {
-        let http = listen_again(addresses.http, inherited.faults.http_gate())?;
-        let ranks = 0..usize::from(inherited.config.data_parallel_size);
-        let ranks = ranks.map(|number| RankGates::again(inherited, addresses, number));
-        Ok(Self { http, ranks: ranks.collect::<anyhow::Result<_>>()? })
-    }
-
-    fn addresses(&self) -> Addresses {
-        let of_first = |gate: fn(&RankGates) -> Option<&Gate>| self.ranks.first().and_then(gate).map(Gate::address);
-        Addresses {
-            http: self.http.address(),
-            events: of_first(|gates| gates.events.as_ref()),
-            replay: of_first(|gates| gates.replay.as_ref()),
-        }
-    }
-}
-
-impl RankGates {
-    /// Those of all ranks; where the first port is free to choose, the next ones must be free too.
-    fn first(inherited: &Inherited) -> anyhow::Result<Vec<Self>> {
-        let (config, faults) = (&inherited.config, &inherited.faults);
-        let ranks = config.data_parallel_size;
-        if config.no_events {
-            return Ok((0..ranks).map(|_| Self { events: None, replay: None }).collect());
-        }
-        let at = |port| SocketAddr::new(config.host, port);
-        let listen = |port, open, what: &str| {
-            Gate::bind(at(port), open).with_context(|| format!("listen for {what} on {}", at(port)))
-        };
-        let events = listen(config.events_port, faults.events_gate(), "subscribers")?;
-        let events_port = events.address().port();
-        let replay_port = match (config.no_replay, config.replay_port) {
-            (true, _) => None,
-            (false, Some(port)) => Some(port),
-            (false, None) => {
-                Some(events_port.checked_add(REPLAY_PORT_OFFSET).context("the event port + 1000 is no port")?)
-            }
-        };
-        let replay = |port| listen(port, faults.replay_gate(), "replay requests");
-        let replay_gate = replay_port.map(replay).transpose()?;
-        let replay_port = replay_gate.as_ref().map(|gate| gate.address().port());
-        let mut gates = vec![Self { events: Some(events), replay: replay_gate }];
-        for rank in 1..ranks {
-            let events = listen(nth_port(events_port, rank)?, faults.events_gate(), "subscribers")?;
-            let replay = replay_port.map(|port| nth_port(port, rank).and_then(replay)).transpose()?;
-            gates.push(Self { events: Some(events), replay });
-        }
-        Ok(gates)
-    }
-
-    fn again(inherited: &Inherited, addresses: Addresses, rank: usize) -> anyhow::Result<Self> {
-        let faults = &inherited.faults;
-        let gate = |address: Option<SocketAddr>, open| {
-            let Some(first) = address else { return Ok(None) };
-            let port = nth_port(first.port(), u16::try_from(rank).context("the rank is no port offset")?)?;
-            listen_again(SocketAddr::new(first.ip(), port), open).map(Some)
-        };
-        Ok(Self {
-            events: gate(addresses.events, faults.events_gate())?,
-            replay: gate(addresses.replay, faults.replay_gate())?,
-        })
-    }
-}
-
-/// The port of a rank whose first is `port`.
-fn nth_port(port: u16, rank: u16) -> anyhow::Result<u16> {
-    port.checked_add(rank).context("the ports of all ranks do not fit")
-}
-
-fn listen_again(address: SocketAddr, open: watch::Receiver<bool>) -> anyhow::Result<Gate> {
-    Gate::bind(address, open).with_context(|| format!("listen again on {address}"))
 }

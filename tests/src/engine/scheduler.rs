@@ -4,17 +4,25 @@
 //! chunks; a full pool preempts the youngest running request, which starts over later; blocks are cached when their step is scheduled
 //! and announced when it has run.
 
+mod handoff;
+
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::cache::{Cache, Hits, Sequence, Shape};
 use super::call::Lora;
+use super::handoff::Part;
 use super::names::{Digest, Naming};
 use super::pool::Pool;
 use super::stats::Stats;
+use super::tokens::Tokens;
 use super::wire::Event;
+pub(super) use handoff::Fact;
+use handoff::Handoffs;
 
 /// Identity of a request inside one engine.
 pub(super) type SeqId = u64;
@@ -26,6 +34,8 @@ pub(super) enum Finish {
     Length,
     /// The model stopped.
     Stop,
+    /// It could not go on.
+    Error,
 }
 
 impl Finish {
@@ -34,6 +44,7 @@ impl Finish {
         match self {
             Self::Length => "length",
             Self::Stop => "stop",
+            Self::Error => "error",
         }
     }
 }
@@ -45,10 +56,19 @@ pub(super) struct Output {
     pub(super) choice: usize,
     /// The token.
     pub(super) token: u32,
-    /// Prompt tokens that came from the cache when the request first ran.
+    /// Prompt tokens that came from the cache, or from another engine, when the request first ran.
     pub(super) cached_tokens: usize,
     /// Set on the last token.
     pub(super) finish: Option<Finish>,
+}
+
+/// What the model says where it does not see the prompt that it was asked.
+#[derive(Debug, Clone)]
+pub(super) struct Voice {
+    /// What tokens it has.
+    pub(super) tokens: Arc<Tokens>,
+    /// The request's seed.
+    pub(super) seed: u64,
 }
 
 /// One prompt to run.
@@ -74,6 +94,10 @@ pub(super) struct Request {
     pub(super) choice: usize,
     /// `n` of the call, for the metrics.
     pub(super) n: usize,
+    /// Its part in a handoff.
+    pub(super) part: Option<Part>,
+    /// What it says instead of `outputs` when the KV under it is somebody else's.
+    pub(super) voice: Option<Voice>,
     /// Where tokens go.
     pub(super) sink: mpsc::UnboundedSender<Output>,
 }
@@ -92,6 +116,8 @@ impl Request {
             skips_cache: false,
             choice: 0,
             n: 1,
+            part: None,
+            voice: None,
             sink,
         }
     }
@@ -132,6 +158,8 @@ pub(super) struct Limits {
     pub(super) max_num_batched_tokens: usize,
     /// What is cached, and where.
     pub(super) shape: Shape,
+    /// How long blocks are kept for a decode elsewhere.
+    pub(super) lease: Duration,
 }
 
 /// All requests of one engine and its pool.
@@ -147,6 +175,7 @@ pub(super) struct Scheduler {
     aborted: Vec<SeqId>,
     stepping: bool,
     next_id: SeqId,
+    handoffs: Handoffs,
     /// What the metrics show.
     pub(super) stats: Stats,
 }
@@ -156,6 +185,7 @@ impl Scheduler {
     pub(super) fn new(naming: Naming, blocks: usize, limits: Limits) -> Self {
         Self {
             cache: Cache::new(naming, blocks, limits.shape),
+            handoffs: Handoffs::new(limits.lease),
             limits,
             inbox: VecDeque::new(),
             waiting: VecDeque::new(),
@@ -195,7 +225,7 @@ impl Scheduler {
 
     /// Requests that wait for their turn.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting.len() + self.inbox.len()
+        self.waiting.len() + self.inbox.len() + self.pulling()
     }
 
     /// Whether a step would compute something.
@@ -209,18 +239,21 @@ impl Scheduler {
         self.next_id += 1;
         let mut seq = Sequence::new(id, request, now);
         self.cache.name_blocks(&mut seq);
+        self.arrived(&seq);
         self.inbox.push_back(seq);
         id
     }
 
     /// Drops a request wherever it is. Its blocks stay cached; while a step runs they stay in use until it ends.
     pub(super) fn abort(&mut self, id: SeqId) {
-        self.inbox.retain(|seq| seq.id != id);
-        self.waiting.retain(|seq| seq.id != id);
+        if self.abort_waiting(id) {
+            return;
+        }
         let Some(index) = self.running.iter().position(|seq| seq.id == id) else { return };
         if !self.stepping {
             let mut seq = self.running.remove(index);
             self.cache.release(&mut seq);
+            self.dropped(&seq);
         } else if !self.aborted.contains(&id) {
             self.aborted.push(id);
         }
@@ -279,12 +312,20 @@ impl Scheduler {
     fn schedule_waiting(&mut self, step: &mut Step, budget: &mut usize, now: Instant) {
         while *budget > 0 && self.running.len() < self.limits.max_num_seqs {
             let Some(mut seq) = self.waiting.pop_front() else { break };
-            let hits = self.cache.hits(&seq);
+            if seq.pull_is_due() {
+                if self.begin_pull(seq, now) {
+                    continue;
+                }
+                break;
+            }
+            // Who comes back from a pull has its blocks.
+            let hits = if seq.has_blocks() { Hits::default() } else { self.cache.hits(&seq) };
             let hit_tokens = hits.blocks() * self.cache.block_size();
-            let tokens = (seq.tokens.len() - hit_tokens).min(*budget);
-            seq.computed = hit_tokens;
+            let before = seq.computed;
+            seq.computed += hit_tokens;
+            let tokens = (seq.tokens.len() - seq.computed).min(*budget);
             if !self.cache.allocate(&mut seq, tokens, &hits) {
-                seq.computed = 0;
+                seq.computed = before;
                 self.waiting.push_front(seq);
                 break;
             }
@@ -321,6 +362,7 @@ impl Scheduler {
         seq.preemptions += 1;
         self.stats.preemptions += 1;
         if self.forget_abort(seq.id) {
+            self.dropped(&seq);
             return;
         }
         self.waiting.push_front(seq);
@@ -338,7 +380,7 @@ impl Scheduler {
         self.stats.step(step.prefill_tokens, step.decodes);
         for (id, tokens) in &step.work {
             let Some(index) = self.running.iter().position(|seq| seq.id == *id) else { continue };
-            self.running[index].computed += tokens;
+            self.cache.compute(&mut self.running[index], *tokens);
             if self.aborted.contains(id) || self.running[index].computed < self.running[index].tokens.len() {
                 continue;
             }
@@ -346,7 +388,9 @@ impl Scheduler {
             outcome.outputs.push((self.running[index].request.sink.clone(), output));
             if let Some(finish) = output.finish {
                 let mut seq = self.running.remove(index);
-                self.cache.release(&mut seq);
+                if !self.keep(&mut seq, now) {
+                    self.cache.release(&mut seq);
+                }
                 self.finished(&seq, finish, now);
             }
         }
@@ -359,15 +403,19 @@ impl Scheduler {
     fn sample(&mut self, index: usize, now: Instant) -> Output {
         let seq = &mut self.running[index];
         let position = seq.generated();
+        if position == 0 {
+            self.cache.hear(seq);
+        }
         let token = seq.request.outputs[position];
         let last = position + 1 == seq.request.outputs.len();
         seq.tokens.push(token);
         self.cache.name_blocks(seq);
-        let cached_tokens = seq.hit_tokens.unwrap_or(0);
+        let (hits, pulled) = (seq.hit_tokens.unwrap_or(0), seq.pulled_tokens);
+        let cached_tokens = seq.reported_cached.unwrap_or(hits + pulled);
         match seq.last_token.replace(now) {
             None => {
                 seq.first_token = Some(now);
-                self.stats.first_token(seq.request.prompt.len(), cached_tokens, now - seq.queued);
+                self.stats.first_token(seq.request.prompt.len(), hits, pulled, now - seq.queued);
             }
             Some(before) => self.stats.next_token(now - before),
         }
@@ -380,7 +428,7 @@ impl Scheduler {
         self.stats.finished(&super::stats::Finished {
             reason: finish.label(),
             prompt: seq.request.prompt.len(),
-            computed: seq.request.prompt.len() - seq.hit_tokens.unwrap_or(0),
+            computed: seq.request.prompt.len() - seq.hit_tokens.unwrap_or(0) - seq.pulled_tokens,
             generated: seq.generated(),
             n: seq.request.n,
             preemptions: seq.preemptions,
@@ -392,183 +440,6 @@ impl Scheduler {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use proptest::prelude::*;
-    use tokio::sync::mpsc::{self, UnboundedReceiver};
-    use tokio::time::Instant;
-
-    use super::{Event, Limits, Output, Request, Scheduler, SeqId, Shape};
-    use crate::engine::{Algorithm, Naming};
-
-    const BLOCK_SIZE: usize = 4;
-
-    /// Copies by name and group; host memory has no group.
-    type Mirror = BTreeMap<(u64, Option<u64>), i64>;
-
-    fn engine(blocks: usize, max_num_seqs: usize, caching: bool) -> Scheduler {
-        shaped(blocks, max_num_seqs, Shape { disabled: !caching, ..Shape::default() })
-    }
-
-    fn shaped(blocks: usize, max_num_seqs: usize, shape: Shape) -> Scheduler {
-        let naming = Naming::new(Algorithm::XxhashCbor, BLOCK_SIZE, Some("0"), true, true, 1);
-        Scheduler::new(naming, blocks, Limits { max_num_seqs, max_num_batched_tokens: 16, shape })
-    }
-
-    fn submit(scheduler: &mut Scheduler, prompt: Vec<u32>, outputs: Vec<u32>) -> (SeqId, UnboundedReceiver<Output>) {
-        let (sink, receiver) = mpsc::unbounded_channel();
-        (scheduler.submit(Request::plain(prompt, outputs, sink), Instant::now()), receiver)
-    }
-
-    /// One step; what it tells is added to `mirror`, its tokens are sent.
-    fn step(scheduler: &mut Scheduler, mirror: &mut Mirror) -> usize {
-        let step = scheduler.schedule(Instant::now());
-        let outcome = scheduler.complete(&step, Instant::now());
-        for event in outcome.events {
-            let (hashes, group, copies) = match event {
-                Event::Stored(stored) => (stored.hashes, stored.group_idx.filter(|_| stored.medium == "GPU"), 1),
-                Event::Removed { hashes, group_idx, .. } => (hashes, group_idx, -1),
-                Event::Cleared => {
-                    mirror.clear();
-                    continue;
-                }
-            };
-            for hash in hashes {
-                *mirror.entry((hash.name(), group)).or_default() += copies;
-            }
-        }
-        for (sink, output) in outcome.outputs {
-            assert!(sink.send(output).is_ok());
-        }
-        step.prefill_tokens + step.decodes
-    }
-
-    fn tokens(receiver: &mut UnboundedReceiver<Output>) -> Vec<u32> {
-        std::iter::from_fn(|| receiver.try_recv().ok()).map(|output| output.token).collect()
-    }
-
-    #[test]
-    fn more_requests_than_fit_wait_for_their_turn() {
-        let mut scheduler = engine(100, 2, true);
-        let mut sinks: Vec<_> = (0..4_u32).map(|n| submit(&mut scheduler, vec![n; 3], vec![1, 2])).collect();
-        let mut mirror = BTreeMap::new();
-        step(&mut scheduler, &mut mirror);
-        assert_eq!((scheduler.running(), scheduler.waiting()), (1, 3), "an idle engine starts with the first arrival");
-        step(&mut scheduler, &mut mirror);
-        assert_eq!((scheduler.running(), scheduler.waiting()), (1, 2), "the first is done, the second has started");
-        while scheduler.has_work() {
-            step(&mut scheduler, &mut mirror);
-        }
-        assert!(sinks.iter_mut().all(|(_, sink)| tokens(sink) == [1, 2]));
-    }
-
-    #[test]
-    fn without_prefix_caching_nothing_is_cached_or_told() {
-        let mut scheduler = engine(100, 8, false);
-        let mut mirror = BTreeMap::new();
-        for _ in 0..2 {
-            let (_, _sink) = submit(&mut scheduler, (0..40).collect(), vec![1, 2]);
-            let computed: usize =
-                std::iter::from_fn(|| scheduler.has_work().then(|| step(&mut scheduler, &mut mirror))).sum();
-            assert_eq!(computed, 41);
-        }
-        assert_eq!((mirror.len(), scheduler.pool().cached().count(), scheduler.pool().free_blocks()), (0, 0, 99));
-    }
-
-    #[test]
-    fn an_abort_in_the_middle_of_a_step_frees_the_blocks_when_it_ends() {
-        let mut scheduler = engine(100, 8, true);
-        let (id, mut sink) = submit(&mut scheduler, (0..12).collect(), vec![1; 5]);
-        let under_way = scheduler.schedule(Instant::now());
-        scheduler.abort(id);
-        scheduler.abort(id);
-        assert_eq!((scheduler.running(), scheduler.pool().free_blocks()), (0, 96));
-        let outcome = scheduler.complete(&under_way, Instant::now());
-        assert!(outcome.outputs.is_empty() && outcome.events.len() == 1, "its blocks were computed all the same");
-        assert_eq!((scheduler.has_work(), scheduler.pool().free_blocks()), (false, 99));
-        assert!(tokens(&mut sink).is_empty());
-    }
-
-    /// One thing a client or operator does, or some steps of the engine.
-    #[derive(Debug, Clone)]
-    enum Act {
-        Ask { family: u32, len: usize, outputs: usize },
-        Abort(usize),
-        Reset,
-        Steps(usize),
-    }
-
-    fn act() -> impl Strategy<Value = Act> {
-        prop_oneof![
-            4 => (0..3_u32, 1..30_usize, 1..12_usize).prop_map(|(family, len, outputs)| Act::Ask { family, len, outputs }),
-            1 => (0..20_usize).prop_map(Act::Abort),
-            1 => Just(Act::Reset),
-            4 => (1..8_usize).prop_map(Act::Steps),
-        ]
-    }
-
-    proptest! {
-        #[test]
-        fn what_is_told_is_what_is_held_every_token_comes_and_every_block_returns(
-            acts in prop::collection::vec(act(), 1..60),
-            window in prop::option::of(1..12_usize),
-            host_blocks in 0..9_usize,
-        ) {
-            // 12 usable blocks: the longest request (41 tokens) fits, two of them preempt each other. A second group needs as many.
-            let usable = if window.is_some() { 24 } else { 12 };
-            let mut scheduler = shaped(usable + 1, 3, Shape { window, host_blocks, ..Shape::default() });
-            let mut mirror = BTreeMap::new();
-            let mut asked = Vec::new();
-            let mut aborted = Vec::new();
-            for act in acts {
-                match act {
-                    Act::Ask { family, len, outputs } => {
-                        let prompt = (0..len).map(|i| family * 100 + u32::try_from(i).unwrap()).collect();
-                        let outputs: Vec<u32> = (0..outputs).map(|i| 1000 + u32::try_from(i).unwrap()).collect();
-                        let (id, sink) = submit(&mut scheduler, prompt, outputs.clone());
-                        asked.push((id, sink, outputs));
-                    }
-                    Act::Abort(index) => {
-                        if let Some((id, ..)) = asked.get(index) {
-                            scheduler.abort(*id);
-                            aborted.push(*id);
-                        }
-                    }
-                    Act::Reset => {
-                        scheduler.reset_cache();
-                    }
-                    Act::Steps(count) => {
-                        for _ in 0..count {
-                            step(&mut scheduler, &mut mirror);
-                        }
-                    }
-                }
-            }
-            let mut left = 10_000;
-            while scheduler.has_work() && left > 0 {
-                step(&mut scheduler, &mut mirror);
-                left -= 1;
-            }
-            prop_assert!(left > 0, "the engine stands still");
-            step(&mut scheduler, &mut mirror);
-            prop_assert!(mirror.values().all(|copies| *copies >= 0));
-            mirror.retain(|_, copies| *copies > 0);
-            let in_pool = scheduler.pool().cached().map(|(key, copies)| {
-                ((key.digest.name(), Some(u64::from(key.group))), i64::try_from(copies).unwrap())
-            });
-            let held: Mirror = in_pool.chain(scheduler.host().map(|digest| ((digest.name(), None), 1))).collect();
-            prop_assert!(scheduler.host().count() <= host_blocks);
-            prop_assert_eq!(mirror, held);
-            prop_assert_eq!(scheduler.pool().free_blocks(), usable);
-            for (id, mut sink, outputs) in asked {
-                let got = tokens(&mut sink);
-                if aborted.contains(&id) {
-                    prop_assert!(outputs.starts_with(&got));
-                } else {
-                    prop_assert_eq!(got, outputs);
-                }
-            }
-        }
-    }
-}
+mod handoff_tests;
+#[cfg(test)]
+mod tests;

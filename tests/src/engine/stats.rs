@@ -16,6 +16,16 @@ pub(super) struct Stats {
     pub(super) prompt_tokens: u64,
     /// Those of them that came from the cache.
     pub(super) cached_tokens: u64,
+    /// Those of them that came from another engine.
+    pub(super) pulled_tokens: u64,
+    /// Prompt tokens asked of other engines.
+    pub(super) external_queries: u64,
+    /// Those of them that came.
+    pub(super) external_hits: u64,
+    /// Reads from another engine that failed.
+    pub(super) failed_pulls: u64,
+    /// Leases that nobody read in time.
+    pub(super) expired_leases: u64,
     /// Tokens generated.
     pub(super) generation_tokens: u64,
     /// Ended requests by `finished_reason`; aborted ones do not count (recorded).
@@ -54,15 +64,23 @@ impl Stats {
         self.prefix_hits += wide(hits);
     }
 
+    /// Tokens were asked of another engine; how many came.
+    pub(super) fn pulled(&mut self, asked: usize, came: usize) {
+        self.external_queries += wide(asked);
+        self.external_hits += wide(came);
+        self.failed_pulls += u64::from(came < asked);
+    }
+
     /// A step ran.
     pub(super) fn step(&mut self, prefill: usize, decodes: usize) {
         self.observe("vllm:iteration_tokens_total", real(prefill + decodes));
     }
 
     /// A prompt is computed.
-    pub(super) fn first_token(&mut self, prompt: usize, cached: usize, after: Duration) {
+    pub(super) fn first_token(&mut self, prompt: usize, cached: usize, pulled: usize, after: Duration) {
         self.prompt_tokens += wide(prompt);
         self.cached_tokens += wide(cached);
+        self.pulled_tokens += wide(pulled);
         self.generation_tokens += 1;
         self.observe("vllm:time_to_first_token_seconds", after.as_secs_f64());
     }

@@ -21,8 +21,8 @@ use crate::fleet::{EndpointKey, ExactMode, Limits, Role, Rule, Selector};
 use crate::openai::{self, Glimpse, Kind, Prompt};
 use crate::policy::Leave;
 use crate::proxy::{
-    Addresses, Arrival, Backplane, Body, Call, Event, Framing, HandedOver, Haste, Head, Plan, Prefilled, Refused, Reply,
-    Request, Standing, Survey, Target, Terms, Unseen, Usage,
+    Addresses, Arrival, Backplane, Body, Call, Event, Framing, HandedOver, Haste, Head, Plan, Prefilled, Refused,
+    Reply, Request, Standing, Survey, Target, Terms, Unseen, Usage,
 };
 use crate::router::{self, Caller, Decision, Lookup, Miss, Named, Part, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
@@ -32,6 +32,8 @@ use crate::state::{
 use crate::telemetry::access::{Facts, bounded};
 use crate::telemetry::decisions::{self, DecisionLog};
 use crate::tokenize::{self, Tokenizer};
+pub(super) use legs::why_alone;
+
 use gate::Gate;
 use legs::Way;
 
@@ -1034,7 +1036,11 @@ fn asked(request: &Request) -> openai::Request<'_> {
 
 /// Whether a rule's choice depends on what is in prompts' bodies.
 fn reads_prompts(rule: &Rule) -> bool {
-    rule.kv.mode != ExactMode::Off || rule.pinning.trie.is_some() || rule.knows_users() || rule.hashes_prompts() || rule.is_split()
+    rule.kv.mode != ExactMode::Off
+        || rule.pinning.trie.is_some()
+        || rule.knows_users()
+        || rule.hashes_prompts()
+        || rule.is_split()
 }
 
 /// Whether the rules at the address where a request arrived are told apart by its model.

@@ -13,7 +13,7 @@ use crate::clock;
 use crate::control::Live;
 use crate::control::live::{
     AdmissionView, BlendView, CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request,
-    SavingsView, TelemetryView,
+    SavingsView, SplitView, TelemetryView,
 };
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
@@ -140,7 +140,23 @@ impl Live for LiveState {
     fn explain(&self, rule: RuleId, request: &Request<'_>) -> Option<Explanation> {
         let service = self.service(rule)?;
         let seen = desk::see(&self.state, &service, request);
-        let decision = router::route(&service.ready, &seen.named, &Onlooker(&service), &seen.caller, &[]);
+        let onlooker = Onlooker(&service);
+        let mut decision = router::route(&service.ready, &seen.named, &onlooker, &seen.caller, &[]);
+        let split = service.rule().is_split().then(|| {
+            let handoff = service.rule().split.handoff.handoff().label();
+            match desk::why_alone(request) {
+                Ok(None) => SplitView {
+                    handoff: Some(handoff),
+                    alone: None,
+                    decode: router::route_decode(&service.ready, &onlooker, &seen.caller, &[]),
+                },
+                Ok(Some(why)) => SplitView { alone: Some(why.label()), ..SplitView::default() },
+                Err(_bad) => SplitView { alone: Some("unreadable"), ..SplitView::default() },
+            }
+        });
+        if split.as_ref().is_some_and(|split| split.alone.is_some()) && decision.endpoint.is_none() {
+            decision.endpoint = router::route_anywhere(&service.ready, &onlooker, &[]);
+        }
         let mut held = vec![Overlap::default(); service.endpoints.len()];
         if let Ok(named) = &seen.named {
             held = service.held(named);
@@ -150,6 +166,7 @@ impl Live for LiveState {
             depth: held.depth,
             count: held.count,
             load: known.load,
+            role: service.endpoints[known.endpoint].spec.role.label(),
             eligible: known.eligible,
             keying: service.endpoints[known.endpoint].kv.as_ref().map(|kv| keying(kv)),
             rank: held.rank,
@@ -161,6 +178,7 @@ impl Live for LiveState {
             endpoint: decision.endpoint,
             repin: decision.left.or(decision.moved).map(|leave| leave.label().to_owned()),
             would_choose: decision.observed.map(|observed| observed.endpoint),
+            split,
             prompts: prompts(&seen, &decision),
             candidates: service.candidates().into_iter().zip(&held).map(candidate).collect(),
         })
@@ -174,6 +192,7 @@ impl Live for LiveState {
             max_outstanding: rule.outstanding.unwrap_or(0),
             ep_max_inflight: rule.normal.unwrap_or(0),
             prefill_max_inflight: rule.prefill.unwrap_or(0),
+            decode_max_inflight: rule.decode.unwrap_or(0),
             queue_depth: rule.queue_depth,
             queue_wait_ms: u64::try_from(rule.queue_wait.as_millis()).unwrap_or(u64::MAX),
             inflight: service.line.held(),

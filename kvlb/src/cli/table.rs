@@ -459,14 +459,20 @@ pub(super) fn explanation(answer: &Value, screen: Screen) -> String {
             text.extend([format!("{label}{value}\n")]);
         }
     }
+    let split = &answer["split"];
+    if let Some(handoff) = split["handoff"].as_str() {
+        text.extend([format!("handoff   {handoff}\ndecode    {}\n", or_none(&split["decode"]))]);
+    } else if let Some(why) = split["alone"].as_str() {
+        text.extend([format!("alone     {why}\n")]);
+    }
     for prompt in list(answer, "prompts") {
         text.extend([format!("prompt    {} tokens, {} blocks\n", cell(&prompt["tokens"]), cell(&prompt["blocks"]))]);
     }
-    let mut grid = Grid::of(&["Idx", "Depth", "Count", "Load", "Eligible"]);
+    let mut grid = Grid::of(&["Idx", "Role", "Depth", "Count", "Load", "Eligible"]);
     for candidate in list(answer, "candidates") {
         let number = |name: &str| cell(&candidate[name]);
         let eligible = yes_no(&candidate["eligible"]);
-        grid.add([number("ep_idx"), number("depth"), number("count"), number("load"), eligible]);
+        grid.add([number("ep_idx"), number("role"), number("depth"), number("count"), number("load"), eligible]);
     }
     text + &grid.render(screen)
 }
@@ -703,9 +709,13 @@ mod tests {
     fn an_explanation_shows_every_candidate() {
         let answer = json!({"tier": "kv", "reason": null, "detail": null, "endpoint": 1,
             "prompts": [{"tokens": 40, "blocks": 2}],
-            "candidates": [{"ep_idx": 0, "depth": 0, "count": 1, "load": 3, "eligible": false},
-                {"ep_idx": 1, "depth": 2, "count": 2, "load": 0, "eligible": true}]});
+            "split": {"handoff": "nixl", "decode": 2},
+            "candidates": [{"ep_idx": 0, "role": "prefill", "depth": 0, "count": 1, "load": 3, "eligible": false},
+                {"ep_idx": 1, "role": "prefill", "depth": 2, "count": 2, "load": 0, "eligible": true},
+                {"ep_idx": 2, "role": "decode", "depth": 0, "count": 0, "load": 0, "eligible": true}]});
         assert_eq!(explanation(&answer, PIPE), include_str!("golden/explain.txt"));
+        let alone = json!({"tier": "2", "endpoint": 0, "split": {"handoff": null, "alone": "samples", "decode": null}});
+        assert!(explanation(&alone, PIPE).starts_with("tier      2\nendpoint  0\nalone     samples\n"));
         let nobody = json!({"tier": "selector", "reason": "no_worker", "endpoint": null});
         assert!(
             explanation(&nobody, PIPE)

@@ -391,11 +391,7 @@ fn log_level(setting: &Setting<'_>) -> Result<String, ConfigError> {
 
 fn warnings(env: &Env) -> Vec<String> {
     let mut warnings = Kv::warnings(env);
-    let known: Vec<&str> = TWINS
-        .into_iter()
-        .chain(kv::SERVED)
-        .chain(kv::NOT_SERVED.map(|(name, _)| name))
-        .collect();
+    let known: Vec<&str> = TWINS.into_iter().chain(kv::SERVED).chain(kv::NOT_SERVED.map(|(name, _)| name)).collect();
     for name in env.names().filter(|name| is_ours(name) && !known.contains(name)) {
         let hint = nearest(name, &known).map_or_else(String::new, |near| format!("; did you mean {near}?"));
         warnings.push(format!("{name} is no variable of kvlb{hint}"));

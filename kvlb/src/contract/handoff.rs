@@ -232,8 +232,10 @@ mod tests {
 
     #[test]
     fn what_nixl_returns_is_passed_on_byte_for_byte() {
-        let object = r#"{"do_remote_prefill":true, "remote_block_ids":[[1,2]],"x":1e400,"remote_prefill_cached_tokens":32}"#;
-        let answer = format!(r#"{{"id":"a","usage":{{"prompt_tokens":70}},"kv_transfer_params":{object},"metrics":null}}"#);
+        let object =
+            r#"{"do_remote_prefill":true, "remote_block_ids":[[1,2]],"x":1e400,"remote_prefill_cached_tokens":32}"#;
+        let answer =
+            format!(r#"{{"id":"a","usage":{{"prompt_tokens":70}},"kv_transfer_params":{object},"metrics":null}}"#);
         let receipt = Nixl.receipt(answer.as_bytes());
         assert_eq!((receipt.prompt_tokens, receipt.cached_tokens), (Some(70), Some(32)));
         assert_eq!(Nixl.decode(&Transfer::default(), &receipt).as_deref(), Some(object));
@@ -243,13 +245,21 @@ mod tests {
     fn usage_tells_of_the_cache_before_the_object_does() {
         let answer = r#"{"usage":{"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":16}},"kv_transfer_params":{"remote_prefill_cached_tokens":32}}"#;
         assert_eq!(Nixl.receipt(answer.as_bytes()).cached_tokens, Some(16));
-        let silent = Nixl.receipt(br#"{"usage":{"prompt_tokens":70,"prompt_tokens_details":null},"kv_transfer_params":{}}"#);
+        let silent =
+            Nixl.receipt(br#"{"usage":{"prompt_tokens":70,"prompt_tokens_details":null},"kv_transfer_params":{}}"#);
         assert_eq!((silent.cached_tokens, silent.object.as_deref()), (None, Some("{}")));
     }
 
     #[test]
     fn an_answer_without_an_object_hands_nothing_on() {
-        for answer in ["", "[1]", "{}", r#"{"kv_transfer_params":null}"#, r#"{"kv_transfer_params":[1]}"#, r#"{"kv_transfer_params":{}"#] {
+        for answer in [
+            "",
+            "[1]",
+            "{}",
+            r#"{"kv_transfer_params":null}"#,
+            r#"{"kv_transfer_params":[1]}"#,
+            r#"{"kv_transfer_params":{}"#,
+        ] {
             let receipt = Nixl.receipt(answer.as_bytes());
             assert_eq!(Nixl.decode(&Transfer::default(), &receipt), None, "{answer}");
         }
@@ -258,7 +268,10 @@ mod tests {
     #[test]
     fn mooncake_s_legs_know_each_other_by_the_transfer() {
         let mut transfer = Transfer { id: "t-\"1".to_owned(), ..Transfer::default() };
-        assert_eq!(value(&Mooncake.prefill(&transfer)), json!({"do_remote_decode": true, "do_remote_prefill": false, "transfer_id": "t-\"1"}));
+        assert_eq!(
+            value(&Mooncake.prefill(&transfer)),
+            json!({"do_remote_decode": true, "do_remote_prefill": false, "transfer_id": "t-\"1"})
+        );
         assert_eq!(Mooncake.decode(&transfer, &Receipt::default()), None, "nobody knows where the blocks are");
         let engines = vec![(0, "e".to_owned()), (1, "f".to_owned())];
         transfer.bootstrap = Some(Arc::new(Bootstrap { address: "http://192.0.2.1:8998".to_owned(), engines }));

@@ -177,6 +177,8 @@ pub struct AdmissionView {
     pub ep_max_inflight: u32,
     /// At a prefill endpoint.
     pub prefill_max_inflight: u32,
+    /// At a decode endpoint.
+    pub decode_max_inflight: u32,
     /// Requests that may wait.
     pub queue_depth: u32,
     /// Milliseconds that they may.
@@ -242,10 +244,25 @@ pub struct Explanation {
     /// Where the KV tier would send it, on a rule that only observes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub would_choose: Option<usize>,
+    /// How the request would be split, on a rule with prefill and decode endpoints: `endpoint` is the prefill endpoint then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split: Option<SplitView>,
     /// The prompts of the request.
     pub prompts: Vec<PromptView>,
     /// What was known of every endpoint.
     pub candidates: Vec<CandidateView>,
+}
+
+/// How a request would be split.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct SplitView {
+    /// `nixl` or `mooncake` where it would go out in two legs; null where one endpoint would serve it alone.
+    pub handoff: Option<&'static str>,
+    /// Why one would.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alone: Option<&'static str>,
+    /// Where the decode leg would go; null where nobody is eligible, or there would be none.
+    pub decode: Option<usize>,
 }
 
 /// One prompt of a request.
@@ -272,7 +289,9 @@ pub struct CandidateView {
     pub count: u32,
     /// Requests in flight there.
     pub load: u32,
-    /// Whether it may be asked.
+    /// `normal`, `prefill` or `decode`.
+    pub role: &'static str,
+    /// Whether it may be asked, for the leg of its role.
     pub eligible: bool,
     /// `parity` or `rehash`; null where it is not subscribed.
     pub keying: Option<&'static str>,

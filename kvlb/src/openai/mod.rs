@@ -25,8 +25,8 @@ pub use edit::{Edit, Members, Patch};
 pub use json::Json;
 pub(crate) use json::{plain_float, write_all};
 pub use miss::{BadBody, Miss, NoText, Unsupported};
-pub use split::{Whole, whole};
 pub use prompt::{Api, Chat, Input, Message, Part, PartKind, Prompt, Side, TokenOptions, ToolCall, Truncate};
+pub use split::{Whole, whole};
 
 use crate::contract::TokenId;
 use body::Fields;

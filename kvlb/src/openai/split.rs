@@ -2,8 +2,8 @@
 
 use serde_json::value::RawValue;
 
-use super::edit::Members;
 use super::Kind;
+use super::edit::Members;
 
 /// Why one endpoint serves a request alone on a rule that splits; a closed set of words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -118,7 +118,8 @@ mod tests {
         ] {
             assert_eq!(of(Kind::Completions, body), None, "{body}");
         }
-        let chat = r#"{"messages":[],"tools":[{}],"logprobs":true,"top_logprobs":2,"max_completion_tokens":1,"max_tokens":0}"#;
+        let chat =
+            r#"{"messages":[],"tools":[{}],"logprobs":true,"top_logprobs":2,"max_completion_tokens":1,"max_tokens":0}"#;
         assert_eq!(of(Kind::Chat, chat), None);
     }
 

@@ -35,7 +35,10 @@ fn a_path_means_the_same_with_and_without_slashes_around_it() {
     assert_eq!(kind("/chat/completions"), Kind::Other);
     assert_eq!(kind(""), Kind::Other);
     assert_eq!(kind("/v1/ch%61t/%63ompletions"), Kind::Chat, "an engine decodes it");
-    assert_eq!((kind("/v1/%zzcompletions"), kind("/v1/completions%"), kind("/v1%2")), (Kind::Other, Kind::Other, Kind::Other));
+    assert_eq!(
+        (kind("/v1/%zzcompletions"), kind("/v1/completions%"), kind("/v1%2")),
+        (Kind::Other, Kind::Other, Kind::Other)
+    );
 }
 
 proptest! {

@@ -490,16 +490,8 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase, in order.
-    pub const ALL: [Self; 8] = [
-        Self::Head,
-        Self::Body,
-        Self::Decide,
-        Self::Queue,
-        Self::Connect,
-        Self::Prefill,
-        Self::Wait,
-        Self::Stream,
-    ];
+    pub const ALL: [Self; 8] =
+        [Self::Head, Self::Body, Self::Decide, Self::Queue, Self::Connect, Self::Prefill, Self::Wait, Self::Stream];
 
     /// The word in `kvlb_client_aborts_total`.
     pub const fn label(self) -> &'static str {

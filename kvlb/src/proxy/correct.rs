@@ -43,7 +43,11 @@ impl Correction {
             self.escaped = byte == b'\\' && !is_escaped;
             self.state = match self.state {
                 State::Key(seen) if byte == KEY[seen] && !(seen == 0 && is_escaped) => {
-                    if seen + 1 == KEY.len() { State::Colon } else { State::Key(seen + 1) }
+                    if seen + 1 == KEY.len() {
+                        State::Colon
+                    } else {
+                        State::Key(seen + 1)
+                    }
                 }
                 State::Colon if byte == b':' => State::Value,
                 State::Colon | State::Value if byte.is_ascii_whitespace() => self.state,
@@ -69,7 +73,8 @@ impl Correction {
     /// Overwrites a number, or what there is of it.
     fn overwrite(&self, number: &mut [u8], is_whole: bool) -> State {
         let told = std::str::from_utf8(number).ok().and_then(|digits| digits.parse::<u64>().ok());
-        let may_be = if is_whole { told.is_some_and(|told| told > self.cached) } else { number.len() >= self.digits.len() };
+        let may_be =
+            if is_whole { told.is_some_and(|told| told > self.cached) } else { number.len() >= self.digits.len() };
         if !may_be {
             return State::Key(0);
         }
@@ -112,7 +117,9 @@ mod tests {
 
     #[test]
     fn a_number_that_is_no_larger_is_left_alone() {
-        for (told, cached) in [("32", 32), ("16", 32), ("5", 32), ("null", 0), ("\"9\"", 0), ("99999999999999999999999", 5)] {
+        for (told, cached) in
+            [("32", 32), ("16", 32), ("5", 32), ("null", 0), ("\"9\"", 0), ("99999999999999999999999", 5)]
+        {
             let text = format!(r#"{{"cached_tokens":{told}}}"#);
             assert_eq!(corrected(&text, cached, &[]), text);
         }
@@ -121,7 +128,8 @@ mod tests {
     #[test]
     fn what_a_model_writes_about_it_is_left_alone() {
         let content = r#"{"cached_tokens":69} and "cached_tokens" : 69"#;
-        let text = json!({"choices": [{"text": content, "a\"cached_tokens": 69}], "k": "cached_tokens", "n": 69}).to_string();
+        let text =
+            json!({"choices": [{"text": content, "a\"cached_tokens": 69}], "k": "cached_tokens", "n": 69}).to_string();
         assert_eq!(corrected(&text, 0, &[]), text);
     }
 

@@ -134,7 +134,9 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 
     /// Notes the prefill leg that is done.
     pub(super) fn note_prefill(&self, leg: &Leg<B::Stream>, position: usize, took: Duration) {
-        self.note(|record| record.prefill = Some(Box::new(PrefillLeg { ep_idx: position, endpoint: leg.address(), took })));
+        self.note(|record| {
+            record.prefill = Some(Box::new(PrefillLeg { ep_idx: position, endpoint: leg.address(), took }))
+        });
     }
 
     /// Notes which endpoint has the request, or whose answer the client gets.

@@ -84,9 +84,10 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             match self.send_until_answered(parcel.with_fields(legs.terms.fields.as_bytes())).await {
                 Err(End::Stopped(Stop::TimedOut(Limit::Handoff))) if round < ROUNDS_MAX && !self.is_over() => {
                     self.client.retried(Retry::Handoff);
+                    self.let_go();
                     self.call.start_over();
                 }
-                Err(End::Stopped(stop)) if !self.is_sent() => {
+                Err(End::Stopped(stop)) if stop != Stop::Ordered && !self.is_sent() && !self.is_over() => {
                     self.release(&legs).await;
                     return Err(stop.into());
                 }
@@ -94,6 +95,13 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             }
         }
         unreachable!("the last round returns")
+    }
+
+    /// An endpoint that was chosen has not been asked, and will not be.
+    fn let_go(&mut self) {
+        if let Some(position) = self.position {
+            self.pass_over(Event::Unasked { position });
+        }
     }
 
     fn is_sent(&self) -> bool {
@@ -245,6 +253,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
 
     /// The client has left, or we end, and nobody will fetch what the prefill endpoint keeps: a short decode leg has it freed.
     async fn release(&mut self, legs: &TwoLegs) {
+        self.let_go();
         let Some(body) = self.call.release_body(legs.body()) else { return };
         let Some(target) = self.choose(&[]) else { return };
         let position = target.position;
@@ -256,7 +265,11 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         let lane = self.client.lane_handle();
         tokio::task::spawn_local(async move {
             let released = tokio::time::timeout(RELEASE_LIMIT, lane.ask_and_forget(&target.addresses, parcel)).await;
-            tracing::debug!(position, done = matches!(released, Ok(Some(()))), "a prefill endpoint's blocks are released");
+            tracing::debug!(
+                position,
+                done = matches!(released, Ok(Some(()))),
+                "a prefill endpoint's blocks are released"
+            );
             drop(target.guard);
         });
     }

@@ -54,8 +54,8 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::sync::mpsc;
 
 pub use self::backplane::{
-    Addresses, Arrival, Backplane, Body, Call, ConnectFailure, Event, HandedOver, Haste, LegTerms, Phase, Plan, Prefilled,
-    Request, Standing, Survey, Target, Terms, Unseen,
+    Addresses, Arrival, Backplane, Body, Call, ConnectFailure, Event, HandedOver, Haste, LegTerms, Phase, Plan,
+    Prefilled, Request, Standing, Survey, Target, Terms, Unseen,
 };
 pub use self::buffer::Chunk;
 pub use self::http::{Fields, Framing, Head, Refusal, Reply};

@@ -48,7 +48,15 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.client.phase.set(Phase::Stream);
         let body = held.answer.head.body(self.client.is_http_1_0());
         let closing = if body.is_delimited() { self.client.closing() } else { Closing::Close };
-        let mut flow = Flow { body, excess: false, head: 0, passed: 0, pending: false, tail: self.tail(held), correction: self.correction(held) };
+        let mut flow = Flow {
+            body,
+            excess: false,
+            head: 0,
+            passed: 0,
+            pending: false,
+            tail: self.tail(held),
+            correction: self.correction(held),
+        };
         let streams =
             self.client.has_entry() && held.answer.head.medium(held.answer.bytes.bytes()) == Some(Medium::Events);
         let mut piece = self.first_piece(held, &mut flow, closing)?;

@@ -206,9 +206,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     /// A decode leg is not sent when the blocks that it is to fetch may be gone.
     fn check_lease(&self) -> Result<(), End> {
         match self.part {
-            Part::Decode(Decoding { lease, .. }) if clock::now() > lease => {
-                Err(Stop::TimedOut(Limit::Handoff).into())
-            }
+            Part::Decode(Decoding { lease, .. }) if clock::now() > lease => Err(Stop::TimedOut(Limit::Handoff).into()),
             _ => Ok(()),
         }
     }
@@ -360,7 +358,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
 
     /// The answer is there. Where the request is still on its way, both go on together, and the endpoint's connection is
     /// good for another request only if all of this one got there.
-    pub(super) async fn answered(&mut self, mut held: Box<Held<B, P>>, mut upload: Upload<'_>) -> Result<Walked<B, P>, End> {
+    pub(super) async fn answered(
+        &mut self,
+        mut held: Box<Held<B, P>>,
+        mut upload: Upload<'_>,
+    ) -> Result<Walked<B, P>, End> {
         upload.answered();
         if upload.is_sent() {
             self.client.received();
@@ -473,7 +475,10 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
 }
 
 /// Nobody has a better answer than the endpoint that was busy, if there was one.
-pub(super) fn fall_back<B: Backend, P: Backplane>(busy: Option<Box<Held<B, P>>>, reply: Reply) -> Result<Walked<B, P>, End> {
+pub(super) fn fall_back<B: Backend, P: Backplane>(
+    busy: Option<Box<Held<B, P>>>,
+    reply: Reply,
+) -> Result<Walked<B, P>, End> {
     busy.map(Walked::Answer).ok_or_else(|| reply.into())
 }
 

@@ -13,7 +13,7 @@ mod remembered;
 pub use caller::{Caller, Key, Text, Whose, prefix, told};
 pub use decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
 pub use ladder::{
-    Named, NamedPrompt, Overlap, Part, Service, Space, Step, View, name, route, route_anywhere, route_decode, serving_role,
-    tokens,
+    Named, NamedPrompt, Overlap, Part, Service, Space, Step, View, name, route, route_anywhere, route_decode,
+    serving_role, tokens,
 };
 pub use pick::{Lookup, Match, rank};

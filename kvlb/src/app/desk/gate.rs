@@ -77,10 +77,9 @@ impl Errand {
         }
         let (service, part) = (Arc::clone(&self.service), self.part());
         // What it was called for may have gone, or be down, since then; the unit goes on to another then.
-        let called = gate
-            .called
-            .take()
-            .filter(|called| service.askable(part, tried).any(|position| called.is_for(&service.endpoints[position].place)));
+        let called = gate.called.take().filter(|called| {
+            service.askable(part, tried).any(|position| called.is_for(&service.endpoints[position].place))
+        });
         let mine =
             |position: usize| called.as_ref().is_some_and(|called| called.is_for(&service.endpoints[position].place));
         let mut nobody = None;

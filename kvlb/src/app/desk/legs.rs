@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::{Errand, Failed, asked};
 use crate::contract::handoff::{Change, Handoff, Receipt, TRANSFER_MEMBERS, Transfer};
+use crate::control::live;
 use crate::openai::{self, Edit, Kind, Members, Patch, Whole};
 use crate::proxy::{Body, HandedOver, LegTerms, Plan, Prefilled, Reply, Request, Standing, Target, Unseen, Usage};
 use crate::router::{self, Decision, Part, View};
@@ -91,7 +92,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         }
     };
     let members = Members::read(body).map_err(|_bad| {
-        Reply::error(400, "pd_body_unreadable", "the body is no JSON object, and this rule has to edit it")
+        Reply::error(400, "pd_body_unreadable", "the body is no JSON object, and a rule that splits requests edits it")
     })?;
     if let Some(why) = openai::whole(kind, &members) {
         let patch = members.patch(&TRANSFER_MEMBERS.map(Edit::Remove));
@@ -112,6 +113,15 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         now: Part::Prompt,
         done: None,
     })))
+}
+
+/// Why one endpoint serves a request alone, for those who explain it; `None` where it goes out in two legs.
+///
+/// # Errors
+/// Where its body cannot be read.
+pub(in crate::app) fn why_alone(told: &live::Request<'_>) -> Result<Option<Whole>, openai::BadBody> {
+    let path = told.path.split_once('?').map_or(told.path, |(path, _)| path);
+    Ok(openai::whole(openai::kind(path), &Members::read(told.body)?))
 }
 
 /// What a leg's body says, and none of what a client has to say about transfers.
@@ -177,9 +187,7 @@ impl Errand {
         let ready = &self.service.ready;
         let nobody = Decision::default();
         match self.part() {
-            Part::Decode => {
-                Decision { endpoint: router::route_decode(ready, view, &self.caller, tried), ..nobody }
-            }
+            Part::Decode => Decision { endpoint: router::route_decode(ready, view, &self.caller, tried), ..nobody },
             Part::Anything => {
                 let decision = router::route(ready, &self.named, view, &self.caller, tried);
                 let endpoint = decision.endpoint.or_else(|| router::route_anywhere(ready, view, tried));
@@ -229,7 +237,12 @@ impl Errand {
     }
 
     /// The endpoint of a decode leg.
-    pub(super) fn go_on(&self, decision: &Decision, is_trial: bool, permit: Option<Permit>) -> Option<Target<InFlight>> {
+    pub(super) fn go_on(
+        &self,
+        decision: &Decision,
+        is_trial: bool,
+        permit: Option<Permit>,
+    ) -> Option<Target<InFlight>> {
         let chosen = self.legs()?.done.as_ref().map(|(_, chosen)| chosen);
         let mut target = self.target(decision.endpoint?, chosen.unwrap_or(decision), is_trial, permit)?;
         // A rank is the prefill endpoint's.
@@ -284,9 +297,11 @@ impl Errand {
         };
         // vLLM leaves the number out where it is zero.
         let cached_tokens = filling.as_ref().map(|_| receipt.cached_tokens.unwrap_or(0));
-        let reported = receipt
-            .prompt_tokens
-            .map(|prompt_tokens| Usage { prompt_tokens, cached_tokens: receipt.cached_tokens, output_tokens: None });
+        let reported = receipt.prompt_tokens.map(|prompt_tokens| Usage {
+            prompt_tokens,
+            cached_tokens: receipt.cached_tokens,
+            output_tokens: None,
+        });
         (legs.receipt, legs.now, legs.done) = (receipt, Part::Decode, Some((position, decision)));
         let labels = [legs.handoff.label(), if filling.is_some() { "passed_on" } else { "none" }];
         self.state.metrics.pd_transfers.with_label_values(&labels).inc();
@@ -339,4 +354,3 @@ impl Errand {
         self.legs()?.done.as_ref().map(|(_, chosen)| chosen.tier)
     }
 }
-

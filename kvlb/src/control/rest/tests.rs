@@ -155,7 +155,7 @@ async fn the_documents_rule_is_created_shown_and_deleted() {
     let sent: Value = serde_json::from_str(DOCUMENT_BODY).unwrap();
     let rule = &all["lbAttr"][0];
     assert_eq!((status, &rule["id"], &rule["serviceArguments"]), (200, &json!(1), &sent["serviceArguments"]));
-    assert!(rule["notes"][0].as_str().is_some_and(|note| note.contains("prefill endpoints alone")));
+    assert_eq!(rule["notes"], Value::Null);
     let endpoint = &rule["endpoints"][0];
     for (name, value) in sent["endpoints"][0].as_object().unwrap() {
         assert_eq!(&endpoint[name], value);
@@ -384,7 +384,7 @@ async fn the_kv_paths_answer_in_the_documents_shape() {
     assert_eq!((status, &explained["tier"], &explained["endpoint"]), (200, &json!(tier), &json!(1)));
     assert_eq!(
         explained["candidates"],
-        json!([{"ep_idx": 1, "depth": 2, "count": 2, "load": 0, "eligible": true, "keying": null, "rank": null}])
+        json!([{"ep_idx": 1, "depth": 2, "count": 2, "load": 0, "role": "", "eligible": true, "keying": null, "rank": null}])
     );
     assert_eq!(code(&server.post("/config/ai/kv/explain?service_id=2", &chat).await), (404, "rule_not_found"));
     assert_eq!(code(&server.get("/config/ai/kv/preflight?service_id=99").await), (404, "rule_not_found"));

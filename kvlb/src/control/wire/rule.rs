@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use super::fields::shown;
 use super::{
-    AdmissionArguments, Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, SplitArguments, endpoint, kv, pinning,
+    AdmissionArguments, Body, ENDPOINTS_MAX, SOURCES_MAX, ServiceArguments, SourceArguments, SplitArguments, endpoint,
+    kv, pinning,
 };
 use crate::control::Problem;
 use crate::fleet::{
@@ -325,11 +326,13 @@ fn split(args: &SplitArguments) -> Result<SplitRule, Problem> {
     let kinds = HandoffKind::ALL;
     let handoff = match args.handoff.as_deref().filter(|word| !word.is_empty()) {
         None => default.handoff,
-        Some(word) => kinds.into_iter().find(|kind| kind.handoff().label() == word).ok_or_else(|| Problem::BadValue {
-            field: "pdHandoff".to_owned(),
-            value: format!("{:?}", shown(word)),
-            expected: format!("use {}", kinds.map(|kind| kind.handoff().label()).join(" or ")),
-        })?,
+        Some(word) => {
+            kinds.into_iter().find(|kind| kind.handoff().label() == word).ok_or_else(|| Problem::BadValue {
+                field: "pdHandoff".to_owned(),
+                value: format!("{:?}", shown(word)),
+                expected: format!("use {}", kinds.map(|kind| kind.handoff().label()).join(" or ")),
+            })?
+        }
     };
     let millis = |value: Option<u32>| value.filter(|n| *n != 0).map(|n| Duration::from_millis(n.into()));
     Ok(SplitRule {

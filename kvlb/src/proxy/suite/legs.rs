@@ -28,12 +28,7 @@ on_both_back_ends![
 ];
 
 fn terms() -> LegTerms {
-    LegTerms {
-        prefill: PATIENCE,
-        decode: PATIENCE,
-        handoff: PATIENCE,
-        fields: "x-request-id: ours\r\n".to_owned(),
-    }
+    LegTerms { prefill: PATIENCE, decode: PATIENCE, handoff: PATIENCE, fields: "x-request-id: ours\r\n".to_owned() }
 }
 
 fn rig(io: Io, endpoints: &[std::net::SocketAddr], terms: LegTerms) -> Rig {
@@ -90,7 +85,8 @@ fn one_leg_follows_the_other(io: Io) {
     assert_eq!((prefill.connections(), decode.connections()), (1, 1), "connections are used again");
     // A client's own id gives way only to one of ours, and chunks become a length.
     rig.fake.legs.lock().as_mut().unwrap().fields.clear();
-    let chunked = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: theirs\r\nTransfer-Encoding: chunked\r\n\r\n\
+    let chunked =
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: theirs\r\nTransfer-Encoding: chunked\r\n\r\n\
         2\r\nbo\r\n2\r\ndy\r\n0\r\n\r\n";
     assert_eq!(client.ask(chunked).body, b"answer");
     drop(client);
@@ -192,13 +188,16 @@ fn each_leg_has_its_limit(io: Io) {
     };
     let (prefill, _) = noting(ok(b"{blocks}"));
     let short = Duration::from_millis(150);
-    let (mute, slow) = (silent(), Endpoint::start(|wire, _| {
-        wire.request();
-        wire.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n");
-        while wire.stream.write_all(b"x").is_ok() {
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }));
+    let (mute, slow) = (
+        silent(),
+        Endpoint::start(|wire, _| {
+            wire.request();
+            wire.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n");
+            while wire.stream.write_all(b"x").is_ok() {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }),
+    );
     for endpoint in [&mute, &slow] {
         let rig = rig(io, &[endpoint.address, prefill.address, mute.address], LegTerms { prefill: short, ..terms() });
         let answer = rig.client().ask(&post(b"body"));
@@ -292,7 +291,9 @@ fn a_client_that_leaves_takes_either_leg_along(io: Io) {
         let rig = rig(io, &endpoints, terms());
         let mut client = rig.client();
         client.send(&post(b"body"));
-        eventually("the silent endpoint is asked", || rig.fake.load[if endpoints[0] == silent.address { 0 } else { 2 }].load(Ordering::SeqCst) == 1);
+        eventually("the silent endpoint is asked", || {
+            rig.fake.load[if endpoints[0] == silent.address { 0 } else { 2 }].load(Ordering::SeqCst) == 1
+        });
         std::thread::sleep(Duration::from_millis(30));
         let gone = clock::now();
         drop(client);
@@ -323,7 +324,12 @@ fn a_client_that_leaves_between_the_legs_has_blocks_freed(io: Io) {
 
 fn what_was_fetched_is_not_told_as_cached(io: Io) {
     let json = br#"{"usage":{"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":69}}}"#;
-    let plain = [format!("HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", json.len()).as_bytes(), json].concat();
+    let plain = [
+        format!("HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", json.len())
+            .as_bytes(),
+        json,
+    ]
+    .concat();
     let events = |cut: usize| {
         let event = [b"data: ", json.as_slice(), b"\n\ndata: [DONE]\n\n"].concat();
         let (one, two) = event.split_at(cut);

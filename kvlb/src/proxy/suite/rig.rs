@@ -15,8 +15,8 @@ use crate::clock;
 use crate::fleet::Limits;
 use crate::proxy::{
     Addresses, Arrival, Backplane, Body, Call, Config, ConnectFailure, Direction, Event, HandedOver, Haste, Head, Io,
-    LegTerms, Link, Meter, Phase, Plan, Prefilled, Proxy, Pulse, Refused, Reply, Request, Retry, Standing, Survey, Target,
-    Terms, bind, raise_descriptor_limit, ring,
+    LegTerms, Link, Meter, Phase, Plan, Prefilled, Proxy, Pulse, Refused, Reply, Request, Retry, Standing, Survey,
+    Target, Terms, bind, raise_descriptor_limit, ring,
 };
 
 /// How long a test waits for something that must happen.
@@ -279,7 +279,11 @@ impl Call for FakeCall {
 
     fn standing(&mut self, _tried: &[usize]) -> Standing {
         let until = clock::now() + PATIENCE;
-        if self.decodes && self.fake.full.load(Ordering::SeqCst) > 0 { Standing::Queued { until } } else { Standing::Nobody }
+        if self.decodes && self.fake.full.load(Ordering::SeqCst) > 0 {
+            Standing::Queued { until }
+        } else {
+            Standing::Nobody
+        }
     }
 
     fn poll_turn(&mut self, _cx: &mut Context<'_>) -> Poll<()> {

@@ -178,7 +178,7 @@ mod tests {
 
     use serde_json::Value;
 
-    use super::super::{End, Facts, TraceIds};
+    use super::super::{End, Facts, PrefillLeg, TraceIds};
     use super::*;
     use crate::clock;
 
@@ -211,6 +211,11 @@ mod tests {
             }),
             ep_idx: Some(1),
             endpoint: Some("[::1]:8000".parse().unwrap()),
+            prefill: Some(Box::new(PrefillLeg {
+                ep_idx: 0,
+                endpoint: "[::1]:7000".parse().unwrap(),
+                took: Duration::from_micros(8),
+            })),
             reported_cached_tokens: Some(16),
             head: Some(Duration::from_micros(1)),
             body: Some(Duration::from_micros(2)),

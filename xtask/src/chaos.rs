@@ -20,6 +20,9 @@ pub(crate) struct Args {
     /// Simulated engines
     #[arg(long, default_value_t = 6)]
     engines: u32,
+    /// Half of the engines compute prompts, the others fetch the blocks and generate
+    #[arg(long)]
+    pd: bool,
     /// Where all chance comes from
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -41,6 +44,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let mut storm = std::process::Command::new(root().join("target").join(profile).join("chaos"));
     for (flag, value) in [("--seconds", args.seconds), ("--clients", args.clients), ("--engines", args.engines)] {
         storm.arg(flag).arg(value.to_string());
+    }
+    if args.pd {
+        storm.arg("--pd");
     }
     storm.args(["--seed", &args.seed.to_string(), "--"]).args(&args.rest);
     done(&mut storm).context("the storm found something wrong")

@@ -22,6 +22,9 @@ struct Flags {
     /// Engines
     #[arg(long, default_value_t = 6)]
     engines: usize,
+    /// Half of the engines compute prompts, the others fetch the blocks and generate
+    #[arg(long)]
+    pd: bool,
     /// Where all chance comes from
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -34,8 +37,8 @@ struct Flags {
 async fn main() -> anyhow::Result<ExitCode> {
     let filter = tracing_subscriber::EnvFilter::from_default_env();
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    let Flags { seconds, clients, engines, seed, args } = Flags::parse();
-    let plan = Plan { length: Duration::from_secs(seconds), clients, engines, seed, args };
+    let Flags { seconds, clients, engines, pd, seed, args } = Flags::parse();
+    let plan = Plan { length: Duration::from_secs(seconds), clients, engines, pd, seed, args };
     // A closed terminal is no reason to leave processes behind.
     let say = |line: &str| drop(writeln!(std::io::stdout(), "{line}"));
     let report = run(&plan, say).await?;

@@ -34,7 +34,11 @@ impl Fate {
 
 /// Both sides of every request.
 #[derive(Debug, Default)]
-pub(super) struct Judge(Mutex<Cases>);
+pub(super) struct Judge {
+    cases: Mutex<Cases>,
+    /// So many engines, the first, compute prompts for the others.
+    prefills: usize,
+}
 
 #[derive(Debug, Default)]
 struct Cases {
@@ -43,6 +47,10 @@ struct Cases {
 }
 
 impl Judge {
+    pub(super) fn new(prefills: usize) -> Self {
+        Self { cases: Mutex::default(), prefills }
+    }
+
     /// A client's side.
     pub(super) fn heard(&self, ask: Ask, told: Told) {
         self.cases().heard.insert(ask.id.clone(), (ask, told));
@@ -76,7 +84,8 @@ impl Judge {
         let mut verdicts = Verdicts::default();
         for (id, (ask, told)) in &cases.heard {
             let fates = cases.seen.get(id).map_or(&[][..], Vec::as_slice);
-            match judge(ask, told, fates) {
+            let judged = if self.prefills == 0 { judge(ask, told, fates) } else { self.judge_legs(ask, told, fates) };
+            match judged {
                 Ok(class) => *verdicts.classes.entry(class).or_default() += 1,
                 Err(what) => verdicts.violations.push(format!("{id}: {what}: told {told:?}, engines {fates:?}")),
             }
@@ -86,8 +95,49 @@ impl Judge {
         verdicts
     }
 
+    /// As [`judge`], for a request in two legs. What a prefill leg computed nobody has seen: it may have been sent to all of
+    /// its engines.
+    fn judge_legs(&self, ask: &Ask, told: &Told, fates: &[(usize, Fate)]) -> Result<String, &'static str> {
+        let is_prefill = |fate: &&(usize, Fate)| fate.0 < self.prefills;
+        let prefilled = fates.iter().filter(is_prefill).any(|(_, fate)| fate.may_have_run());
+        let decodes: Vec<_> = fates.iter().filter(|fate| !is_prefill(fate)).collect();
+        let ran: Vec<_> = decodes.iter().copied().filter(|(_, fate)| fate.may_have_run()).collect();
+        let finished = ran.iter().filter(|(_, fate)| fate.finished).count();
+        if finished > 1 {
+            return Err("it was decoded twice");
+        }
+        if ran.len() > 2 {
+            return Err("its decode leg was sent more often than once again");
+        }
+        if !decodes.is_empty() && !prefilled {
+            return Err("it was decoded, and nobody had computed its prompt");
+        }
+        let said = match told {
+            Told::Left => return Ok("client left".to_owned()),
+            Told::Nothing(_) => return Err("the client was told nothing"),
+            Told::Answer(said) => said,
+        };
+        match (said.status, said.code.as_deref()) {
+            (504, Some("idle_timeout")) | (_, None) => answered(ask, said, &ran, fates),
+            (503, Some("pd_pool_unavailable")) | (502, Some("pd_prefill_backend_died"))
+            | (504, Some("pd_prefill_timeout" | "pd_handoff_timeout")) => match ran.is_empty() {
+                true => Ok(class(said)),
+                false => Err("a decode leg had begun"),
+            },
+            (502, Some("pd_decode_backend_died")) => match finished {
+                0 => Ok(class(said)),
+                _ => Err("an engine finished it, and the client is told that it died"),
+            },
+            (504, Some("pd_decode_timeout")) => match ran.is_empty() {
+                true => Err("nobody was waited for"),
+                false => Ok(class(said)),
+            },
+            _ => Err("not in the table"),
+        }
+    }
+
     fn cases(&self) -> MutexGuard<'_, Cases> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -228,6 +278,26 @@ mod tests {
         judged(&said(502, Some("backend_died"), &[]), &[(0, fate(None, false))]).unwrap();
         judged(&said(502, Some("backend_died"), &[]), &[]).unwrap();
         judged(&Told::Left, &[(0, fate(Some(200), false))]).unwrap();
+    }
+
+    #[test]
+    fn a_prefill_leg_is_no_run_and_a_decode_leg_is_one() {
+        let judge = Judge::new(2);
+        let ask = Ask::example("1", &[1, 2, 3], "b");
+        let judged = |told: &Told, fates: &[(usize, Fate)]| judge.judge_legs(&ask, told, fates);
+        let whole = said(200, None, &[1, 2, 3]);
+        let ok = || fate(Some(200), true);
+        judged(&whole, &[(0, ok()), (1, ok()), (2, ok())]).unwrap();
+        judged(&whole, &[(0, ok()), (3, fate(Some(503), true)), (2, ok())]).unwrap();
+        judged(&whole, &[(2, ok())]).unwrap_err();
+        judged(&whole, &[(0, ok()), (2, ok()), (3, ok())]).unwrap_err();
+        judged(&whole, &[(0, ok())]).unwrap_err();
+        judged(&said(200, None, &[1, 3, 2]), &[(0, ok()), (2, ok())]).unwrap_err();
+        judged(&said(504, Some("pd_prefill_timeout"), &[]), &[(0, fate(None, false))]).unwrap();
+        judged(&said(504, Some("pd_handoff_timeout"), &[]), &[(0, ok()), (2, fate(None, false))]).unwrap_err();
+        judged(&said(502, Some("pd_decode_backend_died"), &[]), &[(0, ok()), (2, ok())]).unwrap_err();
+        judged(&said(502, Some("backend_died"), &[]), &[(0, ok())]).unwrap_err();
+        judged(&Told::Left, &[(0, ok())]).unwrap();
     }
 
     #[test]

@@ -19,7 +19,7 @@ use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::engine::{Engine, EngineConfig, Outputs};
+use crate::engine::{Engine, EngineConfig, Handoffs, KvConnector, Outputs};
 use crate::harness::kvlb::{Kvlb, KvlbConfig};
 use crate::harness::stage::Metrics;
 use crate::harness::{eventually, free_ports, temp_dir};
@@ -36,6 +36,8 @@ const QUIET: Duration = Duration::from_mins(1);
 const IDLE: Duration = Duration::from_secs(6);
 /// Requests after the storm, each of which must be answered.
 const AFTERWARDS: usize = 200;
+/// How long engines keep blocks that nobody has fetched: beyond all that kvlb's limits let a decode leg wait.
+const LEASE: Duration = Duration::from_secs(10);
 /// How often the engines' journals are read: they remember a limited number of requests.
 const READ_EVERY: Duration = Duration::from_secs(1);
 /// How often the progress is told.
@@ -50,6 +52,8 @@ pub struct Plan {
     pub clients: usize,
     /// Engines.
     pub engines: usize,
+    /// The first half of them compute prompts, the others fetch the blocks and generate.
+    pub pd: bool,
     /// Where all chance comes from.
     pub seed: u64,
     /// Arguments of `kvlb up` beyond the usual ones.
@@ -67,6 +71,13 @@ pub struct Report {
     pub leftovers: Vec<String>,
     /// kvlb's resident memory in bytes, before and after.
     pub resident: [u64; 2],
+}
+
+impl Plan {
+    /// Engines that compute prompts for others.
+    fn prefills(&self) -> usize {
+        if self.pd { self.engines / 2 } else { 0 }
+    }
 }
 
 impl Report {
@@ -97,7 +108,9 @@ pub async fn run(plan: &Plan, tell: impl Fn(&str)) -> anyhow::Result<Report> {
     let vip = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let mut engines = Vec::new();
     for number in 0..plan.engines {
-        engines.push(Engine::start(engine(number, plan.seed)?).await.context("start an engine")?);
+        let connector = if plan.pd { KvConnector::Nixl } else { KvConnector::None };
+        let config = EngineConfig { kv_connector: connector, kv_lease_s: LEASE.as_secs_f64(), ..engine(number, plan.seed)? };
+        engines.push(Engine::start(config).await.context("start an engine")?);
     }
     let dir = temp_dir()?;
     let state = dir.path().join("state").display().to_string();
@@ -105,8 +118,8 @@ pub async fn run(plan: &Plan, tell: impl Fn(&str)) -> anyhow::Result<Report> {
     args.extend(plan.args.iter().cloned());
     let config = KvlbConfig { args, ..KvlbConfig::default() }.env("LLB_KV_NONE_HASH_SEED", "0");
     let kvlb = Kvlb::start(config).await?;
-    create_rule(&kvlb, vip, &engines).await?;
-    let judge = Arc::new(Judge::default());
+    create_rule(&kvlb, vip, &engines, plan.prefills()).await?;
+    let judge = Arc::new(Judge::new(plan.prefills()));
     // Everything was there once, and connections are counted from here.
     afterwards(vip, plan.seed, &judge, "before").await?;
     sleep(IDLE).await;
@@ -124,6 +137,11 @@ pub async fn run(plan: &Plan, tell: impl Fn(&str)) -> anyhow::Result<Report> {
     let after = Footprint::of(&kvlb)?;
     let mut leftovers = after.leftovers(&before);
     leftovers.extend(uncounted(&kvlb, &judge).await?);
+    if plan.pd {
+        // What nobody fetched is freed in time.
+        sleep(LEASE).await;
+        leftovers.extend(engines.iter().enumerate().flat_map(|(number, engine)| kept(number, &engine.handoffs())));
+    }
     kvlb.stop().await?;
     let verdicts = judge.verdicts();
     Ok(Report { verdicts, troubles, leftovers, resident: [before.resident, after.resident] })
@@ -201,18 +219,34 @@ fn engine(number: usize, seed: u64) -> anyhow::Result<EngineConfig> {
     })
 }
 
-async fn create_rule(kvlb: &Kvlb, vip: SocketAddr, engines: &[Engine]) -> anyhow::Result<()> {
-    let endpoint = |engine: &Engine| {
+/// What is wrong with an engine's handoffs, now that all is quiet.
+fn kept(number: usize, handoffs: &Handoffs) -> Vec<String> {
+    let mut wrong = Vec::new();
+    if handoffs.leases_open > 0 || handoffs.blocks_pinned > 0 {
+        wrong.push(format!("engine {number} keeps {} blocks in {} leases", handoffs.blocks_pinned, handoffs.leases_open));
+    }
+    if handoffs.granted != handoffs.read + handoffs.expired + handoffs.lost {
+        wrong.push(format!("engine {number} does not know what became of its leases: {handoffs:?}"));
+    }
+    if handoffs.pulled_foreign > 0 {
+        wrong.push(format!("engine {number} fetched blocks of other requests {} times", handoffs.pulled_foreign));
+    }
+    wrong
+}
+
+async fn create_rule(kvlb: &Kvlb, vip: SocketAddr, engines: &[Engine], prefills: usize) -> anyhow::Result<()> {
+    let endpoint = |(number, engine): (usize, &Engine)| {
         let at = engine.addresses();
-        json!({"endpointIP": at.http.ip(), "targetPort": at.http.port(), "weight": 1,
+        let role = if prefills == 0 { 0 } else { 1 + u8::from(number >= prefills) };
+        json!({"endpointIP": at.http.ip(), "targetPort": at.http.port(), "weight": 1, "ep_role": role,
             "kvZmqPort": at.events.map(|at| at.port()), "kvReplayPort": at.replay.map(|at| at.port())})
     };
-    let endpoints: Vec<_> = engines.iter().map(endpoint).collect();
+    let endpoints: Vec<_> = engines.iter().enumerate().map(endpoint).collect();
     let rule = json!({
         "serviceArguments": {
             "externalIP": vip.ip(), "port": vip.port(), "protocol": "tcp", "sel": 0, "mode": 4,
             "monitor": true, "probeTimeout": 1, "probeRetries": 2,
-            "kvExactMode": 3, "kvBlockSize": BLOCK, "kvHashAlgo": "sha256_cbor", "decisionHeaders": true,
+            "kvExactMode": if prefills == 0 { 3 } else { 1 }, "timeoutPdPrefill": 3000, "timeoutPdHandoff": 2000, "kvBlockSize": BLOCK, "kvHashAlgo": "sha256_cbor", "decisionHeaders": true,
             "timeoutFirstByte": 3000, "inactiveTimeOut": 3, "clientHalfClose": "allow",
         },
         "endpoints": endpoints,

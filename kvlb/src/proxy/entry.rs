@@ -71,6 +71,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             End::Stopped(Stop::Left) => record.ended(access::End::ClientLeft),
             End::Stopped(Stop::TimedOut(_)) => record.ended(access::End::TimedOut),
             End::Stopped(Stop::Malformed) | End::Reply(_) => record.ended(access::End::Refused),
+            End::Stale => record.ended(access::End::EndpointDied),
             End::Stopped(Stop::Ordered) | End::BrokenOff { .. } => record.ended(access::End::CutOff),
             End::Quiet => {}
         });

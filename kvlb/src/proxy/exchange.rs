@@ -27,6 +27,9 @@ pub(super) enum End {
     Quiet,
     /// The client gets this answer of ours.
     Reply(Reply),
+    /// A connection that had been used before ended without a word on a decode leg: the endpoint may have fetched the blocks,
+    /// which are gone then.
+    Stale,
     /// The answer broke off where the client must see it; by a reset where only the connection's end delimits it.
     BrokenOff { reset: bool },
 }
@@ -161,6 +164,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
             End::Stopped(Stop::TimedOut(limit)) => Box::pin(self.reply(&timed_out(limit))).await,
             End::Stopped(Stop::Malformed) => Box::pin(self.reply(&Refusal::Chunk.into())).await,
             End::Reply(reply) => Box::pin(self.reply(&reply)).await,
+            End::Stale => Box::pin(self.reply(&decode_died())).await,
             End::BrokenOff { reset: true } => After::Reset,
         }
     }
@@ -186,10 +190,19 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             End::Stopped(Stop::TimedOut(limit)) => replied(timed_out(*limit).status()),
             End::Stopped(Stop::Malformed) => replied(Refusal::Chunk.status()),
             End::Reply(reply) => replied(reply.status()),
+            End::Stale => replied(decode_died().status()),
             End::Stopped(Stop::Ordered) | End::Quiet | End::BrokenOff { .. } => Event::CutOff { position },
         });
     }
 }
+
+/// What the client is told where a decode endpoint gave no answer.
+pub(super) fn decode_died() -> Reply {
+    Reply::error(502, DECODE_DIED, "the endpoint closed the connection without an answer")
+}
+
+/// The word for that.
+pub(super) const DECODE_DIED: &str = "pd_decode_backend_died";
 
 pub(super) fn timed_out(limit: Limit) -> Reply {
     match limit {

@@ -2,7 +2,8 @@
 //!
 //! What is sent twice, and when: the prefill leg goes to another prefill endpoint whenever one did not do it, since the client
 //! sees nothing of that; the decode leg as any request, while the prefill endpoint surely keeps the blocks. When that time is
-//! over and nobody has begun to decode, both legs begin anew, once. A client that leaves between the two leaves blocks behind
+//! over and nobody has begun to decode, and where a used connection ended without a word, so that an endpoint may have fetched
+//! the blocks, both legs begin anew, once. A client that leaves between the two leaves blocks behind
 //! that a short decode leg has freed.
 
 use std::pin::pin;
@@ -16,7 +17,7 @@ use super::backplane::{Addresses, Backplane, Body, Call, Event, LegTerms, Prefil
 use super::buffer::{Chunk, MEDIUM};
 use super::client::Stop;
 use super::connect::Leg;
-use super::exchange::End;
+use super::exchange::{End, decode_died};
 use super::http::Reply;
 use super::io::{Backend, Stream};
 use super::lane::Lane;
@@ -71,13 +72,15 @@ enum Try<B: Backend, P: Backplane> {
 
 impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     pub(super) async fn run_legs(&mut self, legs: TwoLegs) -> Result<Walked<B, P>, End> {
+        let mut fresh = false;
         for round in 1.. {
             self.part = Part::Prefill { due: None };
-            let Prefill { body, decoding } = match self.prefill(&legs).await? {
-                Ok(prefill) => prefill,
-                Err(walked) => return Ok(walked),
+            let Prefill { body, decoding } = match self.prefill(&legs).await {
+                Ok(Ok(prefill)) => prefill,
+                Ok(Err(walked)) => return Ok(walked),
+                Err(end) => return Err(instead(end, fresh)),
             };
-            self.part = Part::Decode(decoding);
+            self.part = Part::Decode(Decoding { fresh, ..decoding });
             self.position = None;
             let parcel = self.client.parcel(&legs.request.head, &self.terms, &body, false).await;
             drop(body);
@@ -87,11 +90,18 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     self.let_go();
                     self.call.start_over();
                 }
+                Err(End::Stale) if round < ROUNDS_MAX => {
+                    // Blocks are fetched once: whoever may have begun leaves none for another.
+                    self.client.retried(Retry::StaleConnection);
+                    self.let_go();
+                    self.call.start_over();
+                    fresh = true;
+                }
                 Err(End::Stopped(stop)) if stop != Stop::Ordered && !self.is_sent() && !self.is_over() => {
                     self.release(&legs).await;
                     return Err(stop.into());
                 }
-                walked => return walked,
+                walked => return walked.map_err(|end| instead(end, fresh)),
             }
         }
         unreachable!("the last round returns")
@@ -246,6 +256,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             lease: now + legs.terms.handoff,
             asked,
             is_sent: false,
+            fresh: false,
             cached: handed.cached_tokens,
         };
         Ok(Try::Done(Prefill { body: handed.body, decoding }))
@@ -272,6 +283,14 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
             );
             drop(target.guard);
         });
+    }
+}
+
+/// Where an endpoint may have begun before (`begun`), that there is no other is not all there is to say.
+fn instead(end: End, begun: bool) -> End {
+    match end {
+        End::Reply(reply) if begun && reply.status() == 503 => decode_died().into(),
+        end => end,
     }
 }
 

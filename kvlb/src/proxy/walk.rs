@@ -10,7 +10,7 @@ use super::answer::{Heard, HeardHead};
 use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Plan, Standing, Target, Terms};
 use super::client::{After, Client, Stop};
 use super::connect::Leg;
-use super::exchange::End;
+use super::exchange::{DECODE_DIED, End};
 use super::http::{AnswerError, Reply};
 use super::intake::Sending;
 use super::io::{Backend, Stream};
@@ -69,6 +69,8 @@ pub(super) struct Decoding {
     pub(super) asked: Instant,
     /// An endpoint has all of it, and has not said that it has not started.
     pub(super) is_sent: bool,
+    /// It goes out on connections of its own.
+    pub(super) fresh: bool,
     /// The prompt's tokens that the prefill endpoint had in its cache, where blocks were handed on: the decode endpoint
     /// counts those that it fetched.
     pub(super) cached: Option<u64>,
@@ -194,13 +196,27 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         }
     }
 
-    /// Nothing is sent yet.
-    fn arm_unsent(&self) {
-        let lease = match self.part {
+    /// When the blocks that the request is to fetch may be gone, unless it is under way by then.
+    fn lease(&self) -> Option<(Instant, Limit)> {
+        match self.part {
             Part::Decode(Decoding { lease, .. }) => Some((lease, Limit::Handoff)),
             _ => None,
-        };
-        self.client.alarm.set(sooner(lease, self.total));
+        }
+    }
+
+    /// Nothing is sent yet.
+    fn arm_unsent(&self) {
+        self.client.alarm.set(sooner(self.lease(), self.total));
+    }
+
+    /// The request is being sent.
+    fn arm_sending(&self) {
+        match (self.lease(), self.terms.limits.idle) {
+            (Some((lease, name)), idle) if idle.is_none_or(|idle| lease < self.client.lane().now() + idle) => {
+                self.client.alarm.set(sooner(Some((lease, name)), self.total));
+            }
+            _ => self.arm_pause(),
+        }
     }
 
     /// A decode leg is not sent when the blocks that it is to fetch may be gone.
@@ -220,13 +236,15 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     pub(super) async fn send_until_answered(&mut self, mut parcel: Parcel) -> Result<Walked<B, P>, End> {
         let (mut tried, mut sends) = (Vec::new(), 0);
         let mut busy: Option<Box<Held<B, P>>> = None;
-        let mut reached = self.reach(&mut tried, None, true).await?;
+        let may_reuse = !matches!(self.part, Part::Decode(Decoding { fresh: true, .. }));
+        let mut reached = self.reach(&mut tried, None, may_reuse).await?;
         loop {
             sends += 1;
             let may_hold = busy.is_none() && sends < SENDS_MAX;
             let (next, reuse) = match self.try_once(reached, parcel, may_hold, &mut busy).await? {
                 Try::Walked(walked) => return Ok(walked),
                 Try::Failed(reply) => return fall_back(busy, reply),
+                Try::Stale(..) if matches!(self.part, Part::Decode(_)) => return Err(End::Stale),
                 Try::Stale(back, target) => {
                     self.client.retried(Retry::StaleConnection);
                     parcel = back;
@@ -242,7 +260,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                     parcel = back;
                     busy = Some(held);
                     // The last try must not be spent on a connection that may be stale.
-                    (other, sends + 1 < SENDS_MAX)
+                    (other, may_reuse && sends + 1 < SENDS_MAX)
                 }
             };
             reached = match self.reach(&mut tried, Some(next), reuse).await {
@@ -261,11 +279,8 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
                 Standing::Queued { until } => until,
             };
             self.client.phase.set(Phase::Queue);
-            let lease = match self.part {
-                Part::Decode(Decoding { lease, .. }) if lease < until => (lease, Limit::Handoff),
-                _ => (until, Limit::Queue),
-            };
-            self.client.alarm.set(sooner(Some(lease), self.total));
+            let due = self.lease().filter(|(lease, _)| *lease < until).unwrap_or((until, Limit::Queue));
+            self.client.alarm.set(sooner(Some(due), self.total));
             let (client, call) = (self.client, &mut self.call);
             match client.watch(None, poll_fn(|cx| call.poll_turn(cx))).await {
                 Ok(()) => {}
@@ -320,7 +335,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
         let mut upload = Upload::new(send, self.then());
         self.client.phase.set(Phase::Wait);
         // An endpoint that does not take the request makes no progress either.
-        self.arm_pause();
+        self.arm_sending();
         let heard = self.hear(&leg, &target, &mut upload).await;
         self.note_sent(upload.is_sent());
         match heard? {
@@ -401,7 +416,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     pub(super) fn no_answer(&self, error: Option<AnswerError>) -> Reply {
         let code = match (self.part, error) {
             (Part::Prefill { .. }, _) => "pd_prefill_backend_died",
-            (Part::Decode(_), _) => "pd_decode_backend_died",
+            (Part::Decode(_), _) => DECODE_DIED,
             (Part::Whole, None) => "backend_died",
             (Part::Whole, Some(_)) => "backend_bad_answer",
         };

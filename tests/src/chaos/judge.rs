@@ -119,7 +119,8 @@ impl Judge {
         };
         match (said.status, said.code.as_deref()) {
             (504, Some("idle_timeout")) | (_, None) => answered(ask, said, &ran, fates),
-            (503, Some("pd_pool_unavailable")) | (502, Some("pd_prefill_backend_died"))
+            (503, Some("pd_pool_unavailable"))
+            | (502, Some("pd_prefill_backend_died"))
             | (504, Some("pd_prefill_timeout" | "pd_handoff_timeout")) => match ran.is_empty() {
                 true => Ok(class(said)),
                 false => Err("a decode leg had begun"),

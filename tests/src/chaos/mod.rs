@@ -109,7 +109,8 @@ pub async fn run(plan: &Plan, tell: impl Fn(&str)) -> anyhow::Result<Report> {
     let mut engines = Vec::new();
     for number in 0..plan.engines {
         let connector = if plan.pd { KvConnector::Nixl } else { KvConnector::None };
-        let config = EngineConfig { kv_connector: connector, kv_lease_s: LEASE.as_secs_f64(), ..engine(number, plan.seed)? };
+        let config =
+            EngineConfig { kv_connector: connector, kv_lease_s: LEASE.as_secs_f64(), ..engine(number, plan.seed)? };
         engines.push(Engine::start(config).await.context("start an engine")?);
     }
     let dir = temp_dir()?;
@@ -223,7 +224,10 @@ fn engine(number: usize, seed: u64) -> anyhow::Result<EngineConfig> {
 fn kept(number: usize, handoffs: &Handoffs) -> Vec<String> {
     let mut wrong = Vec::new();
     if handoffs.leases_open > 0 || handoffs.blocks_pinned > 0 {
-        wrong.push(format!("engine {number} keeps {} blocks in {} leases", handoffs.blocks_pinned, handoffs.leases_open));
+        wrong.push(format!(
+            "engine {number} keeps {} blocks in {} leases",
+            handoffs.blocks_pinned, handoffs.leases_open
+        ));
     }
     if handoffs.granted != handoffs.read + handoffs.expired + handoffs.lost {
         wrong.push(format!("engine {number} does not know what became of its leases: {handoffs:?}"));

@@ -75,6 +75,13 @@ impl Stage {
         Ok(())
     }
 
+    /// Kills an engine.
+    pub(super) fn kill(&mut self, number: usize) -> Result<()> {
+        let engine = &mut self.engines[number].child;
+        engine.kill().and_then(|()| engine.wait()).with_context(|| format!("kill engine-{number}"))?;
+        Ok(())
+    }
+
     /// Runs the CLI as an operator would, and shows the call and its answer.
     pub(super) fn cli(&self, args: &[&str]) -> Result<()> {
         println!("$ kvlb {}", args.join(" "));
@@ -111,7 +118,7 @@ fn engine(binary: &Path, number: usize, address: &str, tokenizers: &Path, broken
     let algo = if broken == Some(Leg::Algo) { "xxhash_cbor" } else { "sha256_cbor" };
     let mut command = Command::new(binary);
     command
-        .args(["--name", &format!("engine-{number}"), "--host", address, "--port", "8000"])
+        .args(["--name", &format!("engine-{number}"), "--host", address, "--port", "8000", "--kv-connector", "nixl"])
         .args(["--model", MODEL, "--block-size", block_size, "--hash-algo", algo, "--seed", seed])
         .arg("--tokenizer")
         .arg(tokenizers.join(MODEL.replace('/', "__")));

@@ -3,12 +3,13 @@
 //! Brings up kvlb in a network namespace of its own with three simulated engines behind a VIP, sends cold and warm
 //! requests, and shows who answered, what overlapped and which counters moved. It exits with 0 only if both proofs hold
 //! for every warm request (the answer names the endpoint that holds the blocks, and that endpoint's counter moved) and no endpoint's
-//! contract is broken.
+//! contract is broken. Then the same engines are split into prefill and decode, and the prefill engine that holds the blocks is killed.
 //!
 //! The namespace has no name: it ends with the last process in it, and so does everything else that the demo makes.
 
 mod ask;
 mod children;
+mod legs;
 mod steps;
 
 use std::process::Command;
@@ -72,8 +73,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn inside(args: &Args) -> Result<()> {
     done(Command::new("ip").args(["link", "set", "lo", "up"])).context("bring up the loopback device")?;
     let profile = if args.release { "release" } else { "debug" };
-    let stage = children::Stage::set(&root().join("target").join(profile), &args.datapath, args.broken)?;
-    let verdict = steps::play(&stage, args.broken);
+    let mut stage = children::Stage::set(&root().join("target").join(profile), &args.datapath, args.broken)?;
+    let mut verdict = steps::play(&stage, args.broken);
+    if verdict.is_ok() && args.broken.is_none() {
+        verdict = legs::play(&mut stage);
+    }
     if verdict.is_err() {
         stage.show_logs();
     }

@@ -12,7 +12,7 @@ use crate::run::now;
 
 const HITS: &str = "loxilb_pd_kv_tier15_hits_total";
 /// Events leave an engine after the prefill and take well under a millisecond; the rest is patience.
-const EVENT_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const EVENT_LIMIT: Duration = Duration::from_secs(5);
 
 /// One kind of request, sent cold and then warm.
 struct Scene {
@@ -172,7 +172,7 @@ fn broken_leg(stage: &Stage) -> Result<Option<String>> {
     Ok(None)
 }
 
-fn wait_for(limit: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
+pub(super) fn wait_for(limit: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = now() + limit;
     while !condition()? {
         ensure!(now() < deadline, "no event came within {} s", limit.as_secs());
@@ -190,7 +190,7 @@ fn preamble(scene: usize) -> String {
     )
 }
 
-fn completion(scene: usize, question: &str) -> Value {
+pub(super) fn completion(scene: usize, question: &str) -> Value {
     json!({"model": MODEL, "prompt": format!("{}{question}", preamble(scene)), "max_tokens": 8})
 }
 

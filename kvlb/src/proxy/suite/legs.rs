@@ -22,6 +22,7 @@ on_both_back_ends![
     each_leg_has_its_limit,
     a_decode_leg_goes_elsewhere_only_before_it_is_begun,
     both_legs_begin_anew_when_the_blocks_may_be_gone,
+    both_legs_begin_anew_when_a_used_connection_ends_without_a_word,
     a_client_that_leaves_takes_either_leg_along,
     a_client_that_leaves_between_the_legs_has_blocks_freed,
     what_was_fetched_is_not_told_as_cached,
@@ -266,6 +267,26 @@ fn both_legs_begin_anew_when_the_blocks_may_be_gone(io: Io) {
     rig.fake.endpoints.lock()[2] = decode.address;
     assert_eq!(client.answer().body, b"answer");
     assert_eq!((first.lock().len(), second.lock().len()), (4, 1));
+    drop(client);
+    rig.settled();
+}
+
+fn both_legs_begin_anew_when_a_used_connection_ends_without_a_word(io: Io) {
+    let (prefill, first) = noting(ok(b"{blocks}"));
+    // Who may have begun, and fetched the blocks, does not say so.
+    let decode = Endpoint::start(|wire, number| {
+        wire.request().unwrap();
+        wire.send(&ok(number.to_string().as_bytes()));
+        wire.request();
+    });
+    let (other, second) = noting(ok(b"other"));
+    let rig = rig(io, &[prefill.address, Endpoint::refusing(), decode.address, other.address], terms());
+    let mut client = rig.client();
+    for number in 0..4 {
+        assert_eq!(client.ask(&post(b"body")).body, number.to_string().as_bytes());
+    }
+    assert_eq!((rig.counts.get("retried stale_connection"), first.lock().len()), (3, 7));
+    assert!(second.lock().is_empty(), "no other endpoint is told where blocks were");
     drop(client);
     rig.settled();
 }

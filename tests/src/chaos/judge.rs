@@ -119,12 +119,17 @@ impl Judge {
         };
         match (said.status, said.code.as_deref()) {
             (504, Some("idle_timeout")) | (_, None) => answered(ask, said, &ran, fates),
-            (503, Some("pd_pool_unavailable"))
-            | (502, Some("pd_prefill_backend_died"))
-            | (504, Some("pd_prefill_timeout" | "pd_handoff_timeout")) => match ran.is_empty() {
+            (503, Some("pd_pool_unavailable")) => match ran.is_empty() {
                 true => Ok(class(said)),
                 false => Err("a decode leg had begun"),
             },
+            // Both legs begin anew behind a used connection that ended without a word, once.
+            (502, Some("pd_prefill_backend_died")) | (504, Some("pd_prefill_timeout" | "pd_handoff_timeout")) => {
+                match (finished, ran.len()) {
+                    (0, 0 | 1) => Ok(class(said)),
+                    _ => Err("a decode leg was under way"),
+                }
+            }
             (502, Some("pd_decode_backend_died")) => match finished {
                 0 => Ok(class(said)),
                 _ => Err("an engine finished it, and the client is told that it died"),
@@ -295,7 +300,13 @@ mod tests {
         judged(&whole, &[(0, ok())]).unwrap_err();
         judged(&said(200, None, &[1, 3, 2]), &[(0, ok()), (2, ok())]).unwrap_err();
         judged(&said(504, Some("pd_prefill_timeout"), &[]), &[(0, fate(None, false))]).unwrap();
-        judged(&said(504, Some("pd_handoff_timeout"), &[]), &[(0, ok()), (2, fate(None, false))]).unwrap_err();
+        judged(
+            &said(504, Some("pd_prefill_timeout"), &[]),
+            &[(0, ok()), (2, fate(None, false)), (1, fate(None, false))],
+        )
+        .unwrap();
+        judged(&said(504, Some("pd_handoff_timeout"), &[]), &[(0, ok()), (2, ok())]).unwrap_err();
+        judged(&said(503, Some("pd_pool_unavailable"), &[]), &[(0, ok()), (2, fate(None, false))]).unwrap_err();
         judged(&said(502, Some("pd_decode_backend_died"), &[]), &[(0, ok()), (2, ok())]).unwrap_err();
         judged(&said(502, Some("backend_died"), &[]), &[(0, ok())]).unwrap_err();
         judged(&Told::Left, &[(0, ok())]).unwrap();

@@ -140,6 +140,10 @@ impl RankGates {
     }
 }
 
+/// How often, and how far apart, a port is asked for that belonged to the last life.
+const AGAIN_TRIES: u32 = 100;
+const AGAIN_PAUSE: std::time::Duration = std::time::Duration::from_millis(20);
+
 /// Ports that begin with `first`: where that is free to choose, a neighbour that is taken is no end.
 fn tried<T>(first: u16, mut ports: impl FnMut() -> anyhow::Result<T>) -> anyhow::Result<T> {
     let tries = if first == 0 { PORT_TRIES } else { 1 };
@@ -156,6 +160,13 @@ fn nth_port(port: u16, rank: u16) -> anyhow::Result<u16> {
     port.checked_add(rank).context("the ports of all ranks do not fit")
 }
 
+/// On a busy machine the last life's listener may still be closing.
 fn listen_again(address: SocketAddr, open: watch::Receiver<bool>) -> anyhow::Result<Gate> {
+    for _ in 1..AGAIN_TRIES {
+        match Gate::bind(address, open.clone()) {
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => std::thread::sleep(AGAIN_PAUSE),
+            bound => return bound.with_context(|| format!("listen again on {address}")),
+        }
+    }
     Gate::bind(address, open).with_context(|| format!("listen again on {address}"))
 }

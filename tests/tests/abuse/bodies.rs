@@ -281,7 +281,7 @@ async fn in_haste_the_model_is_looked_for_at_both_ends_of_a_body() {
     let hasty = |config: kvlb_tests::harness::kvlb::KvlbConfig| config.env("KVLB_DECISION_BUDGET_MS", "1");
     let stage = Stage::with(1, json!({"model_name": MODEL}), hasty, |engine| engine).await;
     let (prompt, model) = (r#""prompt": "a", "max_tokens": 1"#, format!(r#""model": "{MODEL}""#));
-    let long = format!(r#""x": "{}""#, "x".repeat(8 << 20));
+    let long = format!(r#""x": "{}""#, "x".repeat(15 << 20));
     let nobody = r#""model": "nobody""#;
     for (name, fields, served, reason) in [
         ("front", [model.as_str(), prompt, &long], true, "budget"),

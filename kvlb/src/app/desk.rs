@@ -468,8 +468,8 @@ impl Call for Errand {
         }
     }
 
-    fn plan(&mut self) -> Plan {
-        self.make_plan()
+    fn plan(&mut self, body: &[u8]) -> Plan {
+        self.make_plan(body)
     }
 
     fn prefill_body(&mut self, body: &[u8]) -> Vec<u8> {
@@ -543,6 +543,8 @@ impl Call for Errand {
                 self.count_class(status);
                 self.judge(position, status);
                 match status {
+                    // It has its prefill endpoint still.
+                    _ if self.is_bypassing() => {}
                     429 | 500.. => self.pinning.passed_over(&self.service, &self.caller, position),
                     _ => self.pinning.answered(&self.service, &self.caller, position),
                 }
@@ -574,7 +576,7 @@ impl Call for Errand {
                     diary.output_tokens = usage.and_then(|usage| usage.output_tokens);
                 }
                 // Of a split request the prefill endpoint has said it.
-                if let Some(usage) = usage.filter(|_| self.is_comparable() && self.legs().is_none()) {
+                if let Some(usage) = usage.filter(|_| self.is_comparable() && !self.is_prefilled()) {
                     self.compare(position, &usage);
                 }
                 tracing::debug!(
@@ -670,7 +672,7 @@ impl Errand {
 
     /// Goes by a decision.
     fn go(&mut self, decision: Decision, is_trial: bool, permit: Option<Permit>) -> Option<Target<InFlight>> {
-        if self.part() == Part::Decode {
+        if self.is_prefilled() {
             return self.go_on(&decision, is_trial, permit);
         }
         let target = decision.endpoint.and_then(|position| self.target(position, &decision, is_trial, permit));

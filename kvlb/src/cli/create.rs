@@ -308,6 +308,9 @@ struct ProxyFlags {
     /// Milliseconds from a prefill leg's answer until its decode leg is under way; 0: 10000
     #[arg(long, value_name = "MS")]
     pd_handoff_timeout: Option<i64>,
+    /// A decode endpoint that has to compute at most so many tokens of a prompt serves it alone; 0: never
+    #[arg(long, value_name = "TOKENS")]
+    pd_bypass_tokens: Option<i64>,
     /// Mooncake's bootstrap port at prefill endpoints; 0: 8998
     #[arg(long, value_name = "PORT")]
     pd_bootstrap_port: Option<i64>,
@@ -500,6 +503,7 @@ impl ProxyFlags {
         f.set("timeoutPdPrefill", self.pd_prefill_timeout);
         f.set("timeoutPdDecode", self.pd_decode_timeout);
         f.set("timeoutPdHandoff", self.pd_handoff_timeout);
+        f.set("pdBypassTokens", self.pd_bypass_tokens);
         f.set("pdBootstrapPort", self.pd_bootstrap_port);
         f.set("cb_enable", self.cb_enable);
         f.set("cb_connect_failures", self.cb_connect_failures);

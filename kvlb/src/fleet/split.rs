@@ -22,6 +22,9 @@ pub struct SplitRule {
     /// `timeoutPdHandoff`: from the prefill leg's answer until the decode leg is under way. Default 10 s: of the prefill
     /// engine's lease, 30 s with vLLM's defaults, the decode engine needs the rest.
     pub between: Duration,
+    /// `pdBypassTokens`: a decode endpoint that would have to compute at most so many tokens of the prompt itself serves the
+    /// request alone; `None`: never.
+    pub bypass: Option<u32>,
     /// `pdBootstrapPort`: where prefill endpoints tell their engine's id, for handoffs that need it.
     pub bootstrap_port: u16,
 }
@@ -33,6 +36,7 @@ impl Default for SplitRule {
             prefill: None,
             decode: None,
             between: Duration::from_secs(10),
+            bypass: None,
             bootstrap_port: BOOTSTRAP_PORT,
         }
     }

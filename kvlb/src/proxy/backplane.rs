@@ -65,8 +65,8 @@ pub trait Call: Send + 'static {
     /// What the rule says about relaying.
     fn terms(&self) -> Terms;
 
-    /// How the request goes out. Asked once, before the first choice.
-    fn plan(&mut self) -> Plan {
+    /// How the request with this body goes out. Asked once, before the first choice.
+    fn plan(&mut self, _body: &[u8]) -> Plan {
         Plan::AsItIs
     }
 

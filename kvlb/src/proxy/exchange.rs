@@ -143,7 +143,7 @@ impl<'s, B: Backend, P: Backplane> Client<'s, B, P> {
         self.note(|record| record.decide = Some(clock::now().saturating_duration_since(began)));
         let mut walk = Walk::new(self, decided?, began);
         self.leaving.set(if walk.terms.client_half_close { Leaving::Broken } else { Leaving::HalfClose });
-        let plan = walk.plan();
+        let plan = walk.plan(&request);
         let sending = self.compose(request, passing, &walk.terms, plan).await;
         Ok(Taken::Decided(walk, sending))
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::alarm::Limit;
 use super::answer::{Heard, HeardHead};
-use super::backplane::{Backplane, Call, ConnectFailure, Event, Phase, Plan, Standing, Target, Terms};
+use super::backplane::{Backplane, Body, Call, ConnectFailure, Event, Phase, Plan, Request, Standing, Target, Terms};
 use super::client::{After, Client, Stop};
 use super::connect::Leg;
 use super::exchange::{DECODE_DIED, End};
@@ -134,8 +134,11 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// How the request goes out.
-    pub(super) fn plan(&mut self) -> Plan {
-        self.call.plan()
+    pub(super) fn plan(&mut self, request: &Request) -> Plan {
+        match request.body() {
+            Body::Whole(body) => self.call.plan(body),
+            Body::Unseen(_) => self.call.plan(&[]),
+        }
     }
 
     /// The same for a part of an answer that is joined here.

@@ -348,7 +348,7 @@ fn spare_overloaded(left: Option<(usize, Leave)>, candidates: &mut [Candidate]) 
 }
 
 /// Tokens of a request's prompts that an endpoint with so many of their blocks has to compute.
-fn uncached(service: &Service, named: &Named, blocks: u32) -> u64 {
+pub fn uncached(service: &Service, named: &Named, blocks: u32) -> u64 {
     let size = service.rule.kv.block_size.tokens();
     let tokens: usize = named.prompts.iter().map(|prompt| prompt.tokens).sum();
     // An engine computes the last token of a prompt anew, and with it the block that it is in.

@@ -479,7 +479,8 @@ impl View for Onlooker<'_> {
 pub(super) fn subscribes(rule: &Rule, part: Role) -> bool {
     match rule.kv.mode {
         ExactMode::Off => false,
-        ExactMode::PrefillDecode => part == Role::Prefill,
+        // What decode endpoints hold matters where they may be asked alone.
+        ExactMode::PrefillDecode => part == Role::Prefill || rule.split.bypass.is_some(),
         ExactMode::SinglePool => true,
     }
 }

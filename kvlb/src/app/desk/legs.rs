@@ -8,8 +8,8 @@ use crate::contract::handoff::{Change, Handoff, Receipt, TRANSFER_MEMBERS, Trans
 use crate::control::live;
 use crate::openai::{self, Edit, Kind, Members, Patch, Whole};
 use crate::proxy::{Body, HandedOver, LegTerms, Plan, Prefilled, Reply, Request, Standing, Target, Unseen, Usage};
-use crate::router::{self, Decision, Part, View};
-use crate::state::{InFlight, Permit, Service};
+use crate::router::{self, Decision, Overlap, Part, View};
+use crate::state::{InFlight, Onlooker, Permit, Service};
 
 /// What is read of a body by whoever decides in haste, on a data thread: reading this takes a millisecond at most.
 const HASTY_BODY: usize = 1 << 20;
@@ -43,6 +43,8 @@ pub(super) struct Legs {
     receipt: Receipt,
     /// Which leg is under way.
     now: Part,
+    /// The decode endpoint that holds enough of the prompt to serve the request alone, and how much.
+    bypass: Option<(usize, Overlap)>,
     /// The prefill endpoint that has done its leg, and why it was chosen.
     done: Option<(usize, Decision)>,
 }
@@ -111,6 +113,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         transfer: Transfer { id, ..Transfer::default() },
         receipt: Receipt::default(),
         now: Part::Prompt,
+        bypass: None,
         done: None,
     })))
 }
@@ -161,7 +164,28 @@ impl Errand {
         }
     }
 
-    pub(super) fn make_plan(&mut self) -> Plan {
+    /// Whether its prefill leg is done.
+    pub(super) fn is_prefilled(&self) -> bool {
+        self.legs().is_some_and(|legs| legs.done.is_some())
+    }
+
+    /// Whether a decode endpoint serves it alone.
+    pub(super) fn is_bypassing(&self) -> bool {
+        self.legs().is_some_and(|legs| legs.bypass.is_some())
+    }
+
+    /// The decode endpoint that would be chosen, where it holds enough of the prompt to serve the request alone.
+    fn bypass(&self) -> Option<(usize, Overlap)> {
+        let most = self.service.rule().split.bypass?;
+        let (named, onlooker) = (self.named.as_ref().ok()?, Onlooker(&self.service));
+        let endpoint = router::route_decode(&self.service.ready, &onlooker, &self.caller, &[])?;
+        let held = onlooker.held(named).get(endpoint).copied()?;
+        let uncached = router::uncached(&self.service.ready, named, held.depth);
+        (uncached <= u64::from(most)).then_some((endpoint, held))
+    }
+
+    pub(super) fn make_plan(&mut self, body: &[u8]) -> Plan {
+        let bypass = if self.legs().is_some() { self.bypass() } else { None };
         let rule = self.service.rule();
         match &mut self.way {
             Way::Unsplit => Plan::AsItIs,
@@ -169,6 +193,12 @@ impl Errand {
                 let service = rule.id.0.to_string();
                 self.state.metrics.pd_whole.with_label_values(&[service.as_str(), why.label()]).inc();
                 edited.take().map_or(Plan::AsItIs, Plan::Edited)
+            }
+            Way::Legs(legs) if bypass.is_some() => {
+                (legs.now, legs.bypass) = (Part::Decode, bypass);
+                let service = rule.id.0.to_string();
+                self.state.metrics.pd_whole.with_label_values(&[service.as_str(), "bypass"]).inc();
+                if legs.plain.is_empty() { Plan::AsItIs } else { Plan::Edited(legs.plain.apply(body, b"")) }
             }
             Way::Legs(legs) => {
                 let prefill = rule.split.prefill.unwrap_or(self.state.config().prefill_timeout);
@@ -187,7 +217,17 @@ impl Errand {
         let ready = &self.service.ready;
         let nobody = Decision::default();
         match self.part() {
-            Part::Decode => Decision { endpoint: router::route_decode(ready, view, &self.caller, tried), ..nobody },
+            Part::Decode => {
+                let may_be_asked = |endpoint| self.service.askable(Part::Decode, tried).any(|other| other == endpoint);
+                let bypass = self.legs().and_then(|legs| legs.bypass);
+                match bypass.filter(|(endpoint, _)| may_be_asked(*endpoint)) {
+                    Some((endpoint, Overlap { depth, count, rank })) => {
+                        let tier = router::Tier::Overlap;
+                        Decision { endpoint: Some(endpoint), tier, depth, count, rank, ..nobody }
+                    }
+                    None => Decision { endpoint: router::route_decode(ready, view, &self.caller, tried), ..nobody },
+                }
+            }
             Part::Anything => {
                 let decision = router::route(ready, &self.named, view, &self.caller, tried);
                 let endpoint = decision.endpoint.or_else(|| router::route_anywhere(ready, view, tried));

@@ -231,6 +231,11 @@ pub(crate) const SERVICE: &[Field] = &[
         DAY_MILLIS,
         "milliseconds from a prefill leg's answer until its decode leg is under way; 0: 10000",
     ),
+    served(
+        "pdBypassTokens",
+        COUNT,
+        "a decode endpoint that has to compute at most so many tokens of a prompt serves it alone; 0: never",
+    ),
     served("pdBootstrapPort", PORT_OR_NONE, "Mooncake's bootstrap port at prefill endpoints; 0: 8998"),
     served("decisionHeaders", Bool, "answers carry x-kvlb-* headers that explain the choice"),
     served("connectionsMax", COUNT, "client connections at a time to the rule's VIP; 0: no limit but kvlb's own"),

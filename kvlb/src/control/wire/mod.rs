@@ -182,6 +182,8 @@ pub(crate) struct SplitArguments {
     pub(crate) timeout_decode: Option<u32>,
     #[serde(rename = "timeoutPdHandoff")]
     pub(crate) timeout_handoff: Option<u32>,
+    #[serde(rename = "pdBypassTokens")]
+    pub(crate) bypass_tokens: Option<u32>,
     #[serde(rename = "pdBootstrapPort")]
     pub(crate) bootstrap_port: Option<u16>,
 }

@@ -340,6 +340,7 @@ fn split(args: &SplitArguments) -> Result<SplitRule, Problem> {
         prefill: millis(args.timeout_prefill),
         decode: millis(args.timeout_decode),
         between: millis(args.timeout_handoff).unwrap_or(default.between),
+        bypass: args.bypass_tokens.filter(|tokens| *tokens != 0),
         bootstrap_port: args.bootstrap_port.filter(|port| *port != 0).unwrap_or(default.bootstrap_port),
     })
 }

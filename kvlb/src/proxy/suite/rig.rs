@@ -253,7 +253,7 @@ impl Call for FakeCall {
         }
     }
 
-    fn plan(&mut self) -> Plan {
+    fn plan(&mut self, _body: &[u8]) -> Plan {
         self.fake.legs.lock().clone().map_or(Plan::AsItIs, Plan::TwoLegs)
     }
 

@@ -32,7 +32,7 @@ use crate::state::{
 use crate::telemetry::access::{Facts, bounded};
 use crate::telemetry::decisions::{self, DecisionLog};
 use crate::tokenize::{self, Tokenizer};
-pub(super) use legs::why_alone;
+pub(super) use legs::{bypass, why_alone};
 
 use gate::Gate;
 use legs::Way;

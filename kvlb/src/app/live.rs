@@ -142,9 +142,12 @@ impl Live for LiveState {
         let seen = desk::see(&self.state, &service, request);
         let onlooker = Onlooker(&service);
         let mut decision = router::route(&service.ready, &seen.named, &onlooker, &seen.caller, &[]);
+        let named = seen.named.as_ref().ok().filter(|_| service.rule().is_split());
+        let bypass = named.and_then(|named| desk::bypass(&service, named, &seen.caller));
         let split = service.rule().is_split().then(|| {
             let handoff = service.rule().split.handoff.handoff().label();
             match desk::why_alone(request) {
+                Ok(None) if bypass.is_some() => SplitView { alone: Some("bypass"), ..SplitView::default() },
                 Ok(None) => SplitView {
                     handoff: Some(handoff),
                     alone: None,
@@ -156,6 +159,11 @@ impl Live for LiveState {
         });
         if split.as_ref().is_some_and(|split| split.alone.is_some()) && decision.endpoint.is_none() {
             decision.endpoint = router::route_anywhere(&service.ready, &onlooker, &[]);
+        }
+        if split.as_ref().is_some_and(|split| split.alone == Some("bypass"))
+            && let Some((endpoint, _)) = bypass
+        {
+            (decision.endpoint, decision.tier) = (Some(endpoint), router::Tier::Overlap);
         }
         let mut held = vec![Overlap::default(); service.endpoints.len()];
         if let Ok(named) = &seen.named {

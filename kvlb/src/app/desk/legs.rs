@@ -8,7 +8,7 @@ use crate::contract::handoff::{Change, Handoff, Receipt, TRANSFER_MEMBERS, Trans
 use crate::control::live;
 use crate::openai::{self, Edit, Kind, Members, Patch, Whole};
 use crate::proxy::{Body, HandedOver, LegTerms, Plan, Prefilled, Reply, Request, Standing, Target, Unseen, Usage};
-use crate::router::{self, Decision, Overlap, Part, View};
+use crate::router::{self, Caller, Decision, Named, Overlap, Part, View};
 use crate::state::{InFlight, Onlooker, Permit, Service};
 
 /// What is read of a body by whoever decides in haste, on a data thread: reading this takes a millisecond at most.
@@ -127,6 +127,15 @@ pub(in crate::app) fn why_alone(told: &live::Request<'_>) -> Result<Option<Whole
     Ok(openai::whole(openai::kind(path), &Members::read(told.body)?))
 }
 
+/// The decode endpoint that would be chosen, where it holds enough of the prompts to serve the request alone.
+pub(in crate::app) fn bypass(service: &Service, named: &Named, caller: &Caller) -> Option<(usize, Overlap)> {
+    let (most, onlooker) = (service.rule().split.bypass?, Onlooker(service));
+    let endpoint = router::route_decode(&service.ready, &onlooker, caller, &[])?;
+    let held = onlooker.held(named).get(endpoint).copied()?;
+    let uncached = router::uncached(&service.ready, named, held.depth);
+    (uncached <= u64::from(most)).then_some((endpoint, held))
+}
+
 /// What a leg's body says, and none of what a client has to say about transfers.
 fn patch(members: &Members<'_>, changes: &[Change]) -> Patch {
     let edit = |change: &Change| match *change {
@@ -174,18 +183,9 @@ impl Errand {
         self.legs().is_some_and(|legs| legs.bypass.is_some())
     }
 
-    /// The decode endpoint that would be chosen, where it holds enough of the prompt to serve the request alone.
-    fn bypass(&self) -> Option<(usize, Overlap)> {
-        let most = self.service.rule().split.bypass?;
-        let (named, onlooker) = (self.named.as_ref().ok()?, Onlooker(&self.service));
-        let endpoint = router::route_decode(&self.service.ready, &onlooker, &self.caller, &[])?;
-        let held = onlooker.held(named).get(endpoint).copied()?;
-        let uncached = router::uncached(&self.service.ready, named, held.depth);
-        (uncached <= u64::from(most)).then_some((endpoint, held))
-    }
-
     pub(super) fn make_plan(&mut self, body: &[u8]) -> Plan {
-        let bypass = if self.legs().is_some() { self.bypass() } else { None };
+        let named = self.legs().and_then(|_| self.named.as_ref().ok());
+        let bypass = named.and_then(|named| bypass(&self.service, named, &self.caller));
         let rule = self.service.rule();
         match &mut self.way {
             Way::Unsplit => Plan::AsItIs,

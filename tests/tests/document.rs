@@ -5,7 +5,7 @@
 use std::net::Ipv4Addr;
 use std::path::Path;
 
-use kvlb_tests::engine::{Engine, EngineConfig};
+use kvlb_tests::engine::{Engine, EngineConfig, KvConnector};
 use kvlb_tests::harness::kvlb::{Kvlb, binary};
 use kvlb_tests::harness::stage::{MODEL, Stage, engine, vip};
 use serde_json::{Value, json};
@@ -52,7 +52,10 @@ impl Document {
         for address in [vip(0).ip(), PREFILL.into(), DECODE.into()] {
             stage.netns().address("lo", (address, 32)).unwrap();
         }
-        let at = |name: &str, host: Ipv4Addr| EngineConfig { name: name.to_owned(), host: host.into(), ..engine() };
+        let at = |name: &str, host: Ipv4Addr| {
+            let kv_connector = KvConnector::Nixl;
+            EngineConfig { name: name.to_owned(), host: host.into(), kv_connector, ..engine() }
+        };
         let engines =
             [stage.engine(at("prefill", PREFILL)).await.unwrap(), stage.engine(at("decode", DECODE)).await.unwrap()];
         let kvlb = stage.kvlb(&["--api", "0.0.0.0:11111", "--api-without-token"]).await.unwrap();
@@ -80,7 +83,7 @@ impl Document {
         rules[0].clone()
     }
 
-    /// Everything that mode 1 promises until its two legs are dispatched.
+    /// What mode 1 promises: one engine computes the prompt, the other fetches it and answers.
     async fn serves(&self) {
         let id = self.rule().await["id"].as_u64().unwrap();
         self.kvlb.subscribed(id).await.unwrap();
@@ -92,7 +95,7 @@ impl Document {
             let prompt = format!("You are a careful librarian who answers in one short sentence. {question}");
             let body = json!({"model": MODEL, "prompt": prompt, "max_tokens": 2});
             let answer = self.stage.ask(8080, "/v1/completions", &body).await.unwrap();
-            assert_eq!((answer.head.status, answer.engine()), (200, "prefill"));
+            assert_eq!((answer.head.status, answer.engine()), (200, "decode"));
             assert_eq!(answer.cached_tokens().unwrap() > 0, turn == 1);
             self.kvlb.settled(id, &self.engines[..1]).await.unwrap();
         }
@@ -100,13 +103,15 @@ impl Document {
         let moved: Vec<_> = moved.iter().map(|(series, _)| series.trim_start_matches("loxilb_pd_kv_tier15_")).collect();
         assert_eq!(moved, ["fallthrough_total", "hits_total{ep_idx=\"0\"}", "miss_reason_total{reason=\"no_worker\"}"]);
         let asked = |engine: &Engine| engine.requests().iter().any(|seen| seen.path.starts_with("/v1/completions"));
-        assert!(asked(&self.engines[0]) && !asked(&self.engines[1]));
+        assert!(asked(&self.engines[0]) && asked(&self.engines[1]));
+        let fetched = self.engines[1].handoffs();
+        assert_eq!((fetched.pulled_own, fetched.pulled_foreign, fetched.recomputed), (2, 0, 0));
         let events = |ep: &str| format!("loxilb_kv_subscriber_connected{{ep=\"{ep}:8000\",service=\"{id}\"}}");
         let metrics = self.kvlb.metrics().await.unwrap();
         assert!(metrics.0.contains_key(&events("192.0.2.1")) && !metrics.0.contains_key(&events("192.0.2.2")));
 
         let shown = self.shell("loxicmd get lb");
-        assert!(shown.contains("prefill endpoints"), "get lb does not say who answers:\n{shown}");
+        assert!(!shown.contains(&format!("rule {id}:")), "there is nothing to note:\n{shown}");
         let wide = self.shell("kvlb get lb -o wide");
         assert!(wide.contains("prefill") && wide.contains("decode") && wide.contains("proved_by_request"), "{wide}");
         let inventory = self.shell(&format!("loxicmd get kvinventory --service-id={id} --ep-idx=0"));

@@ -176,8 +176,13 @@ pub fn cheapest(candidates: &[Candidate]) -> Option<Candidate> {
         (tokens + u128::from(SEQUENCE_TOKENS) * u128::from(c.load)) * capacity.0
             / (capacity.1 * u128::from(c.capacity)).max(1)
     };
-    let eligible = candidates.iter().filter(|c| c.eligible);
-    eligible.min_by_key(|c| (cost(c), c.load, Reverse(c.overlap), c.last_chosen, c.endpoint)).copied()
+    let eligible = || candidates.iter().filter(|c| c.eligible);
+    if eligible().all(|c| c.overlap == 0) {
+        let waiting =
+            |c: &Candidate| u128::from(c.waiting_tokens) * capacity.0 / (capacity.1 * u128::from(c.capacity)).max(1);
+        return eligible().min_by_key(|c| (waiting(c), c.last_chosen, c.load, c.endpoint)).copied();
+    }
+    eligible().min_by_key(|c| (cost(c), c.load, Reverse(c.overlap), c.last_chosen, c.endpoint)).copied()
 }
 
 /// What a sequence that generates costs the prompts beside it, in tokens of theirs. It spreads requests for which nothing is

@@ -509,12 +509,15 @@ fn fallback(
     (policy::select(service.rule.selector, candidates, turn), moved)
 }
 
+/// The least load; of equals the one that has waited longest for a request. Turns alone would not do: both legs of a request
+/// take one, so that of two endpoints each leg would always find the same one.
 fn least_loaded(view: &dyn View, candidates: &[Candidate]) -> Option<usize> {
     let turn = Turn { number: view.turn(), ..Turn::default() };
-    let least = candidates.iter().filter(|c| c.eligible).map(|c| c.load).min()?;
+    let rank = |c: &Candidate| (c.load, c.last_chosen);
+    let least = candidates.iter().filter(|c| c.eligible).map(rank).min()?;
     let mut idlest = candidates.to_vec();
     for candidate in &mut idlest {
-        candidate.eligible &= candidate.load == least;
+        candidate.eligible &= rank(candidate) == least;
     }
     policy::select(Selector::RoundRobin, &idlest, turn)
 }

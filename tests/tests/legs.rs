@@ -356,7 +356,7 @@ async fn a_prefill_leg_that_fails_goes_to_another_prefill_endpoint_and_a_refusal
     }
     let answer = fleet.split.ask(&body(&prompt(9, 40))).await;
     assert!(answer.head.status == 500 && answer.head.header("x-kvlb-error").is_none() && fleet.asked(1) == decoded);
-    [0, 2].map(|number| fleet.engines[number].faults().clear());
+    [0, 2].into_iter().for_each(|number| fleet.engines[number].faults().clear());
     fleet.ends_clean().await;
 }
 
@@ -414,7 +414,7 @@ async fn each_leg_has_its_time_and_a_decode_endpoint_that_takes_nothing_is_passe
     .unwrap();
     let computed = fleet.asked(0);
     assert!(refused().await && fleet.asked(0) == computed);
-    [1, 2].map(|number| fleet.engines[number].faults().clear());
+    [1, 2].into_iter().for_each(|number| fleet.engines[number].faults().clear());
     fleet.ends_clean().await;
 }
 
@@ -588,7 +588,12 @@ async fn a_decode_endpoint_that_holds_nearly_all_serves_alone_where_the_rule_say
     let next = [ids.clone(), prompt(2, 10)].concat();
     let known = async || fleet.split.explain(&body(&next)).await["split"]["alone"] == "bypass";
     let heard = eventually(SOON, "the decode endpoint is known to hold it", known).await;
-    assert!(heard.is_ok(), "{} {:?}", fleet.split.explain(&body(&next)).await, fleet.split.kvlb.statuses(fleet.split.id).await);
+    assert!(
+        heard.is_ok(),
+        "{} {:?}",
+        fleet.split.explain(&body(&next)).await,
+        fleet.split.kvlb.statuses(fleet.split.id).await
+    );
     let answer = fleet.split.ask(&body(&next)).await;
     assert_eq!((answer.engine(), answer.head.header("x-kvlb-prefill-endpoint")), ("engine-1", None));
     assert_eq!((answer.head.header("x-kvlb-depth"), fleet.asked(0)), (Some("6"), 1));

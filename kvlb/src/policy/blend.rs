@@ -169,6 +169,9 @@ pub fn cold_seed(candidates: &[Candidate], settings: &Settings, chosen: usize, h
 /// They are those of its own prompt that the endpoint would have to compute, those of others' that it has yet to, and a
 /// few for each sequence that it runs beside; all relative to its capacity. Its own count for more than one each: what is
 /// computed where another holds it keeps others waiting too, and takes the room of blocks that somebody may want.
+///
+/// A prompt that nobody holds any of goes where the fewest tokens wait, in turn where as many do: sequences that generate would
+/// send two prompts in a row to the endpoint that runs the fewest, one behind the other.
 pub fn cheapest(candidates: &[Candidate]) -> Option<Candidate> {
     let capacity = mean_capacity(candidates);
     let cost = |c: &Candidate| {
@@ -446,6 +449,11 @@ mod tests {
         let cold = [with(0, 0, 1, 900, 4_000), with(1, 0, 2, 900, 100), with(2, 0, 3, 900, 100)];
         assert_eq!(cheapest(&cold).map(|c| c.endpoint), Some(1));
         assert_eq!(choose(&cold, &settings), Err(Refusal::NoWorker));
+        // Whatever runs beside it, in turn.
+        let last = |last_chosen, c: Candidate| Candidate { last_chosen, ..c };
+        let turns =
+            [last(2, with(0, 0, 0, 900, 100)), last(1, with(1, 0, 9, 900, 100)), last(0, with(2, 0, 0, 900, 101))];
+        assert_eq!(cheapest(&turns).map(|c| c.endpoint), Some(1));
     }
 
     #[test]

@@ -234,7 +234,8 @@ async fn odd_heads_and_framings_pass_cleanly_or_are_refused_by_name() {
         let answer = exchange(stage.vip(), &bytes).await.unwrap_or_else(|error| panic!("{name}: {error:#}"));
         let text = answer.body.text();
         // kvlb's own questions may come in between.
-        let asked = |seen: &kvlb_tests::engine::Seen| !["/metrics", "/version", "/kv_event_sources"].contains(&&*seen.path);
+        let asked =
+            |seen: &kvlb_tests::engine::Seen| !["/metrics", "/version", "/kv_event_sources"].contains(&&*seen.path);
         let seen: Vec<_> = stage.engines[0].requests().split_off(before).into_iter().filter(asked).collect();
         match fate {
             Refused(status, code) => {

@@ -646,8 +646,8 @@ impl Errand {
         if first {
             let role = if part == Part::Decode { Role::Decode } else { Role::Prefill };
             if self.service.breakers_are_ignored(role) {
-                let rule = self.service.rule().id.to_string();
-                self.state.metrics.breaker_panic.with_label_values(&[rule.as_str()]).inc();
+                let service = self.service.rule().id.to_string();
+                self.state.metrics.breaker_panic.with_label_values(&[service.as_str()]).inc();
             }
         }
         let onlooker = Onlooker(&self.service);

@@ -216,7 +216,7 @@ fn read_receipt(answer: &[u8]) -> Receipt {
     Receipt {
         object: object.map(Into::into),
         prompt_tokens: usage.and_then(|usage| usage.prompt_tokens),
-        cached_tokens: of_usage.or(told.and_then(|told| told.remote_prefill_cached_tokens)),
+        cached_tokens: of_usage.or_else(|| told.and_then(|told| told.remote_prefill_cached_tokens)),
     }
 }
 

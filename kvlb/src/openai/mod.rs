@@ -89,12 +89,11 @@ fn percent_decoded(path: &str) -> Cow<'_, str> {
     while let Some((&byte, behind)) = rest.split_first() {
         let digits = behind.get(..2).filter(|digits| byte == b'%' && digits.iter().all(u8::is_ascii_hexdigit));
         let digits = digits.and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
-            Some(byte) => (_, rest) = (decoded.push(byte), &behind[2..]),
-            None => (_, rest) = (decoded.push(byte), behind),
-        }
+        let escaped = digits.and_then(|digits| u8::from_str_radix(digits, 16).ok());
+        decoded.push(escaped.unwrap_or(byte));
+        rest = if escaped.is_some() { &behind[2..] } else { behind };
     }
-    String::from_utf8(decoded).map_or(path.into(), Cow::Owned)
+    String::from_utf8(decoded).map_or_else(|_| path.into(), Cow::Owned)
 }
 
 /// The model that a request names: the header, else the body's `model`, whatever the path is.

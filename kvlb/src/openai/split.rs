@@ -77,7 +77,7 @@ pub fn whole(kind: Kind, members: &Members<'_>) -> Option<Whole> {
         return Some(Whole::Embeds);
     }
     let limit = match kind {
-        Kind::Chat => told("max_completion_tokens").or(told("max_tokens")),
+        Kind::Chat => told("max_completion_tokens").or_else(|| told("max_tokens")),
         _ => told("max_tokens"),
     };
     if limit.is_some_and(|limit| limit == b"0") {

@@ -136,7 +136,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
     /// Notes the prefill leg that is done.
     pub(super) fn note_prefill(&self, leg: &Leg<B::Stream>, position: usize, took: Duration) {
         self.note(|record| {
-            record.prefill = Some(Box::new(PrefillLeg { ep_idx: position, endpoint: leg.address(), took }))
+            record.prefill = Some(Box::new(PrefillLeg { ep_idx: position, endpoint: leg.address(), took }));
         });
     }
 

@@ -59,6 +59,7 @@ impl From<ChunkError> for End {
 }
 
 /// What an exchange came to.
+#[expect(clippy::large_enum_variant, reason = "the others are few, and none is kept: it goes straight to its caller")]
 pub(super) enum Exchanged<'a, 's, B: Backend, P: Backplane> {
     /// An answer that is to be relayed.
     Answer(Relay<'a, 's, B, P>),

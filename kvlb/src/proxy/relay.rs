@@ -204,8 +204,12 @@ impl Flow {
             (None, None) => self.body.take(piece.bytes_mut())?,
             (tail, correction) => self.body.take_showing(piece.bytes_mut(), |payload| {
                 self.pending |= !payload.is_empty();
-                correction.iter_mut().for_each(|correction| correction.take(payload));
-                tail.iter_mut().for_each(|tail| tail.take(payload));
+                if let Some(correction) = correction {
+                    correction.take(payload);
+                }
+                if let Some(tail) = tail {
+                    tail.take(payload);
+                }
             })?,
         };
         self.excess |= progress.excess;

@@ -29,19 +29,19 @@ pub(super) struct Parcel {
     head: usize,
     /// The head as it is without any endpoint's fields, where it has some now.
     plain: Option<Vec<u8>>,
-    _lease: Option<Lease>,
+    lease: Option<Lease>,
 }
 
 impl Parcel {
     pub(super) fn new(head: &[u8], body: Chunk, lease: Option<Lease>) -> Self {
         let mut bytes = body;
         bytes.prepend(head);
-        Self { bytes, head: head.len(), plain: None, _lease: lease }
+        Self { bytes, head: head.len(), plain: None, lease }
     }
 
     /// Holds a part of the body budget as well.
     pub(super) fn holding(mut self, lease: Option<Lease>) -> Self {
-        self._lease = lease;
+        self.lease = lease;
         self
     }
 

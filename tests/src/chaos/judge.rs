@@ -119,10 +119,8 @@ impl Judge {
         };
         match (said.status, said.code.as_deref()) {
             (504, Some("idle_timeout")) | (_, None) => answered(ask, said, &ran, fates),
-            (503, Some("pd_pool_unavailable")) => match ran.is_empty() {
-                true => Ok(class(said)),
-                false => Err("a decode leg had begun"),
-            },
+            (503, Some("pd_pool_unavailable")) if ran.is_empty() => Ok(class(said)),
+            (503, Some("pd_pool_unavailable")) => Err("a decode leg had begun"),
             // Both legs begin anew behind a used connection that ended without a word, once.
             (502, Some("pd_prefill_backend_died")) | (504, Some("pd_prefill_timeout" | "pd_handoff_timeout")) => {
                 match (finished, ran.len()) {
@@ -134,10 +132,8 @@ impl Judge {
                 0 => Ok(class(said)),
                 _ => Err("an engine finished it, and the client is told that it died"),
             },
-            (504, Some("pd_decode_timeout")) => match ran.is_empty() {
-                true => Err("nobody was waited for"),
-                false => Ok(class(said)),
-            },
+            (504, Some("pd_decode_timeout")) if ran.is_empty() => Err("nobody was waited for"),
+            (504, Some("pd_decode_timeout")) => Ok(class(said)),
             _ => Err("not in the table"),
         }
     }

@@ -201,7 +201,7 @@ impl Errand {
                 if legs.plain.is_empty() { Plan::AsItIs } else { Plan::Edited(legs.plain.apply(body, b"")) }
             }
             Way::Legs(legs) => {
-                let prefill = rule.split.prefill.unwrap_or(self.state.config().prefill_timeout);
+                let prefill = rule.split.prefill.unwrap_or_else(|| self.state.config().prefill_timeout);
                 Plan::TwoLegs(LegTerms {
                     prefill,
                     decode: rule.split.decode.unwrap_or(prefill),

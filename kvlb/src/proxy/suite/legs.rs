@@ -38,9 +38,12 @@ fn rig(io: Io, endpoints: &[std::net::SocketAddr], terms: LegTerms) -> Rig {
     rig
 }
 
+/// Heads, in lower case, and bodies.
+type Asked = Arc<Mutex<Vec<(String, Vec<u8>)>>>;
+
 /// An endpoint that notes what it is asked, and answers every request with this.
-fn noting(answer: Vec<u8>) -> (Endpoint, Arc<Mutex<Vec<(String, Vec<u8>)>>>) {
-    let asked = Arc::new(Mutex::new(Vec::new()));
+fn noting(answer: Vec<u8>) -> (Endpoint, Asked) {
+    let asked = Asked::default();
     let noted = Arc::clone(&asked);
     let endpoint = Endpoint::start(move |wire, _| {
         while let Some(request) = wire.request() {

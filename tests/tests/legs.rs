@@ -113,6 +113,14 @@ async fn each_leg_gets_the_clients_body_with_what_the_handoff_says_and_nothing_e
     assert!(second.contains(r#""max_completion_tokens":9,"kv_transfer_params":{"#), "{second}");
     let id = |head: &str| head.lines().find_map(|line| line.strip_prefix("x-request-id: ")).unwrap().to_owned();
     assert!(id(&head) == id(&other_head) && id(&head).len() == 32);
+    // Nor by other paths, one of which takes the bodies of all APIs; what is no JSON goes on where nobody generates.
+    for path in ["/invocations", "/v1/embeddings"] {
+        split.post(path, &[], br#"{"input":"x", "kv_transfer_params":{"remote_host":"evil"}}"#).await;
+        assert_eq!(posts(&prefill).pop().unwrap().1, r#"{"input":"x"}"#, "{path}");
+    }
+    assert_eq!(code(&split.post("/invocations", &[], b"\xff\xfe{\x00").await), (400, Some("pd_body_unreadable")));
+    split.post("/v1/audio/transcriptions", &[], b"RIFF").await;
+    assert_eq!(posts(&prefill).pop().unwrap().1, "RIFF");
     split.kvlb.stop().await.unwrap();
 }
 

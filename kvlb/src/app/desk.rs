@@ -284,7 +284,7 @@ impl Backplane for Desk {
             let rule = service.rule();
             body_limit = body_limit.max(rule.limits.request_body);
             client_half_close |= rule.client_half_close;
-            let for_prompt = has_prompt && reads_prompts(rule);
+            let for_prompt = has_prompt && reads_prompts(rule) || rule.is_split() && head.method() == "POST";
             let for_model = by_model && !model_told && head.method() == "POST";
             if for_prompt || for_model {
                 inspect = inspect.max(Some(rule.max_inspect_bytes));

@@ -26,7 +26,7 @@ pub use json::Json;
 pub(crate) use json::{plain_float, write_all};
 pub use miss::{BadBody, Miss, NoText, Unsupported};
 pub use prompt::{Api, Chat, Input, Message, Part, PartKind, Prompt, Side, TokenOptions, ToolCall, Truncate};
-pub use split::{Whole, whole};
+pub use split::{Whole, may_generate, whole};
 
 use crate::contract::TokenId;
 use body::Fields;
@@ -70,9 +70,7 @@ pub enum Kind {
 ///
 /// Source: the routes of vLLM 0.32.0.
 pub fn kind(path: &str) -> Kind {
-    // Engines decode a path before they look at it.
-    let decoded = if path.contains('%') { percent_decoded(path) } else { path.into() };
-    match decoded.trim_matches('/') {
+    match decoded(path).trim_matches('/') {
         "v1/completions" => Kind::Completions,
         "v1/chat/completions" => Kind::Chat,
         "v1/chat/completions/batch" => Kind::ChatBatch,
@@ -83,7 +81,11 @@ pub fn kind(path: &str) -> Kind {
     }
 }
 
-fn percent_decoded(path: &str) -> Cow<'_, str> {
+/// A path as engines look at it.
+fn decoded(path: &str) -> Cow<'_, str> {
+    if !path.contains('%') {
+        return path.into();
+    }
     let mut decoded = Vec::with_capacity(path.len());
     let mut rest = path.as_bytes();
     while let Some((&byte, behind)) = rest.split_first() {

@@ -2,8 +2,8 @@
 
 use serde_json::value::RawValue;
 
-use super::Kind;
 use super::edit::Members;
+use super::{Kind, decoded, kind};
 
 /// Why one endpoint serves a request alone on a rule that splits; a closed set of words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,6 +90,13 @@ pub fn whole(kind: Kind, members: &Members<'_>) -> Option<Whole> {
     told("truncate_prompt_tokens").is_some_and(|value| value.starts_with(b"-")).then_some(Whole::Truncated)
 }
 
+/// Whether an engine may generate for requests to this path, be it by what their bodies say.
+///
+/// Source: vLLM 0.32.0, whose `/invocations` takes the bodies of all its APIs.
+pub fn may_generate(path: &str) -> bool {
+    kind(path) != Kind::Other || decoded(path).trim_matches('/') == "invocations"
+}
+
 /// Whether a completion's `prompt` holds more than one: a list of texts, or of lists of token ids.
 fn is_batch(prompt: &[u8]) -> bool {
     let inner = prompt.strip_prefix(b"[").unwrap_or_default().trim_ascii_start();
@@ -105,6 +112,14 @@ mod tests {
 
     fn of(kind: Kind, body: &str) -> Option<Whole> {
         whole(kind, &Members::read(body.as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn a_path_that_takes_all_bodies_is_known_however_it_is_written() {
+        for path in ["/invocations", "/%69nvocations/", "/v1/completions", "/v1/messages"] {
+            assert!(may_generate(path), "{path}");
+        }
+        assert!(!may_generate("/v1/embeddings") && !may_generate("/tokenize"));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Errand, Failed, asked};
 use crate::contract::handoff::{Change, Handoff, Receipt, TRANSFER_MEMBERS, Transfer};
 use crate::control::live;
-use crate::openai::{self, Edit, Kind, Members, Patch, Whole};
+use crate::openai::{self, Edit, Members, Patch, Whole};
 use crate::proxy::{Body, HandedOver, LegTerms, Plan, Prefilled, Reply, Request, Standing, Target, Unseen, Usage};
 use crate::router::{self, Caller, Decision, Named, Overlap, Part, View};
 use crate::state::{InFlight, Onlooker, Permit, Service};
@@ -74,10 +74,15 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
     }
     let asked = asked(request);
     let kind = openai::kind(asked.path);
-    if asked.method != "POST" || kind == Kind::Other {
+    if asked.method != "POST" {
         return Ok(Way::Alone(Whole::NotInference, None));
     }
+    let may_generate = openai::may_generate(asked.path);
     let body = match request.body() {
+        Body::Unseen(_) if !may_generate => return Ok(Way::Alone(Whole::NotInference, None)),
+        Body::Whole(body) if in_haste && body.len() > HASTY_BODY && !may_generate => {
+            return Ok(Way::Alone(Whole::NotInference, None));
+        }
         Body::Whole(body) if in_haste && body.len() > HASTY_BODY => {
             let reply = Reply::error(503, "pd_overloaded", "the request's body could not be looked at in time");
             return Err(reply.with_field("retry-after", SOON.as_secs()));
@@ -93,9 +98,15 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
             return Err(Reply::error(413, "pd_body_too_large", &message));
         }
     };
-    let members = Members::read(body).map_err(|_bad| {
-        Reply::error(400, "pd_body_unreadable", "the body is no JSON object, and a rule that splits requests edits it")
-    })?;
+    let members = match Members::read(body) {
+        Ok(members) => members,
+        // A recording, say.
+        Err(_bad) if !may_generate => return Ok(Way::Alone(Whole::NotInference, None)),
+        Err(_bad) => {
+            let message = "the body is no JSON object, and a rule that splits requests edits it";
+            return Err(Reply::error(400, "pd_body_unreadable", message));
+        }
+    };
     if let Some(why) = openai::whole(kind, &members) {
         let patch = members.patch(&TRANSFER_MEMBERS.map(Edit::Remove));
         return Ok(Way::Alone(why, (!patch.is_empty()).then(|| patch.apply(body, b""))));

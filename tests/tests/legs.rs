@@ -106,11 +106,14 @@ async fn each_leg_gets_the_clients_body_with_what_the_handoff_says_and_nothing_e
         assert_eq!(head.matches("x-request-id: theirs").count(), 1, "{head}");
     }
     // Without an id of the client's both legs have one of ours; a limit of the newer name is kept by its name.
-    let chat = r#"{"messages":[{"role":"user","content":"x"}],"max_completion_tokens":9}"#;
+    let chat = r#"{"messages":[{"role":"user","content":"x"}],"tools":[{"type":"function","function":{"name":"f"}}],"max_completion_tokens":9}"#;
     split.post("/v1/chat/completions", &[], chat.as_bytes()).await;
     let ((head, first), (other_head, second)) = (posts(&prefill).remove(1), posts(&decode).remove(1));
     assert!(first.contains(r#""max_completion_tokens":1,"max_tokens":1,"stream":false,"#), "{first}");
     assert!(second.contains(r#""max_completion_tokens":9,"kv_transfer_params":{"#), "{second}");
+    let shared =
+        r#"{"messages":[{"role":"user","content":"x"}],"tools":[{"type":"function","function":{"name":"f"}}],"max_"#;
+    assert!(first.starts_with(shared) && second.starts_with(shared));
     let id = |head: &str| head.lines().find_map(|line| line.strip_prefix("x-request-id: ")).unwrap().to_owned();
     assert!(id(&head) == id(&other_head) && id(&head).len() == 32);
     // Nor by other paths, one of which takes the bodies of all APIs; what is no JSON goes on where nobody generates.

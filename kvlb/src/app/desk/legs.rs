@@ -47,6 +47,8 @@ pub(super) struct Legs {
     bypass: Option<(usize, Overlap)>,
     /// The prefill endpoint that has done its leg, and why it was chosen.
     done: Option<(usize, Decision)>,
+    /// Only the release is still to be sent. It frees blocks and computes one token, so it waits for no room.
+    is_release: bool,
 }
 
 /// Ids that nobody else makes.
@@ -126,6 +128,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         now: Part::Prompt,
         bypass: None,
         done: None,
+        is_release: false,
     })))
 }
 
@@ -373,9 +376,14 @@ impl Errand {
         let legs = self.legs_mut()?;
         let filling = legs.handoff.decode(&legs.transfer, &legs.receipt)?;
         let short = legs.release.apply(body, filling.as_bytes());
+        legs.is_release = true;
         let rule = self.service.rule().id.0.to_string();
         self.state.metrics.pd_releases.with_label_values(&[rule.as_str()]).inc();
         Some(short)
+    }
+
+    pub(super) fn is_release(&self) -> bool {
+        self.legs().is_some_and(|legs| legs.is_release)
     }
 
     /// A prefill endpoint did not do its leg.

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test uses what it needs")]
 
+pub(crate) mod scripted;
+
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -33,7 +35,15 @@ impl Split {
     pub(crate) async fn with(args: &[&str], endpoints: Vec<Value>, more: &Value) -> Self {
         let args: Vec<_> = ["--datapath", "none"].into_iter().chain(args.iter().copied()).collect();
         let config = KvlbConfig::with(&args).env("LLB_KV_NONE_HASH_SEED", "0");
-        let kvlb = Kvlb::start(config).await.unwrap();
+        Self::rule(Kvlb::start(config).await.unwrap(), endpoints, more).await
+    }
+
+    /// The same kvlb with one more rule.
+    pub(crate) async fn another(self, endpoints: Vec<Value>, more: &Value) -> Self {
+        Self::rule(self.kvlb, endpoints, more).await
+    }
+
+    async fn rule(kvlb: Kvlb, endpoints: Vec<Value>, more: &Value) -> Self {
         let [port] = free_ports().unwrap();
         let vip = SocketAddr::from(([127, 0, 0, 1], port));
         let mut arguments = json!({"externalIP": vip.ip(), "port": port, "protocol": "tcp", "sel": 0, "mode": 4, "kvExactMode": 1,

@@ -292,10 +292,19 @@ async fn in_haste_the_model_is_looked_for_at_both_ends_of_a_body() {
         ("nobody's, between", [long.as_str(), nobody, &long], true, "out_of_reach"),
     ] {
         let body = format!("{{{}}}", fields.join(", "));
-        let answer =
-            exchange(stage.vip(), &post(COMPLETIONS, &[("X-Request-Id", name)], body.as_bytes())).await.unwrap();
+        let ask = async |id: &str| {
+            exchange(stage.vip(), &post(COMPLETIONS, &[("X-Request-Id", id)], body.as_bytes())).await.unwrap()
+        };
+        let mut answer = ask(name).await;
         if served {
             assert_passed(&stage, name, name, body.as_bytes(), &answer);
+            // On a busy machine the data thread may find the decision made when it looks at the clock.
+            for again in 0..20 {
+                if answer.head.header("x-kvlb-reason").is_some_and(|why| why.contains(reason)) {
+                    break;
+                }
+                answer = ask(&format!("{name} {again}")).await;
+            }
             let why = answer.head.header("x-kvlb-reason").unwrap_or_default();
             assert!(why.contains(reason), "{name}: {why}");
         } else {

@@ -534,9 +534,14 @@ impl Endpoint {
         })
     }
 
-    /// An address where nobody listens.
+    /// An address where nobody listens, and nobody will: another test's proxy there would get this one's requests.
     pub(super) fn refusing() -> SocketAddr {
-        TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
+        static HELD: Mutex<Vec<socket2::Socket>> = Mutex::new(Vec::new());
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        let address = socket.local_addr().unwrap().as_socket().unwrap();
+        HELD.lock().push(socket);
+        address
     }
 
     pub(super) fn connections(&self) -> usize {

@@ -5,7 +5,7 @@ mod pool;
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 
 use super::writer::Defect;
 use super::*;
@@ -251,7 +251,11 @@ fn run(clears: bool, config: IndexConfig, padding: usize, defect: Defect) -> Res
     // Nobody reads how a deliberate defect fails, so that its failure need not be made small.
     let (cases, max_shrink_iters) = if defect == Defect::None { (300, 1000) } else { (5000, 0) };
     let config_of_runs = Config { failure_persistence: None, max_shrink_iters, ..Config::with_cases(cases) };
-    let mut runner = TestRunner::new(config_of_runs);
+    let mut runner = match defect {
+        Defect::None => TestRunner::new(config_of_runs),
+        // What catches it today catches it tomorrow.
+        _ => TestRunner::new_with_rng(config_of_runs, TestRng::deterministic_rng(RngAlgorithm::ChaCha)),
+    };
     let result = runner.run(&(steps, query), |(steps, query)| differential(config, padding, defect, &steps, &query));
     result.map_err(|failure| failure.to_string())
 }

@@ -1,15 +1,16 @@
 //! Keeps the kernel's maps in step with the rules and with who is up.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use crate::clock;
-use crate::fleet::{Admin, Breaker, Condition, Probe};
-use crate::kernel::{EndpointState, Kernel, NoEndpoint, Phase, Vip, VipEndpoint};
+use crate::fleet::{Admin, Breaker, Condition, Probe, Rule};
+use crate::kernel::{EndpointState, Kernel, NoEndpoint, Phase, SynLimit, Vip, VipEndpoint};
 use crate::state::{Endpoint, State, Table};
 
 /// The name of the degraded state in which the kernel does not know what it should.
@@ -83,6 +84,8 @@ impl Leaving {
             endpoints: Vec::new(),
             no_endpoint: NoEndpoint::Proxy,
             phase: Phase::Draining,
+            allowed: Vec::new(),
+            syn: None,
         }));
         self.served = here;
         serving
@@ -103,12 +106,39 @@ fn vips(table: &Table) -> Vec<Vip> {
                 endpoints: Vec::new(),
                 no_endpoint: NoEndpoint::Proxy,
                 phase: Phase::Serving,
+                allowed: Vec::new(),
+                syn: None,
             });
             vip.rules.push(service.rule().id.0);
             vip.endpoints.extend_from_slice(&endpoints);
         }
     }
+    for (at, vip) in &mut all {
+        (vip.allowed, vip.syn) = (allowed(table, *at), syn_limit(table, *at));
+    }
     all.into_values().collect()
+}
+
+/// The networks whose clients some rule at `at` serves; none where it is every client's. Which rule a connection is for is not
+/// known when it is opened, so it may be opened where one of them would have it.
+fn allowed(table: &Table, at: SocketAddr) -> Vec<(IpAddr, u8)> {
+    let mut networks = Vec::new();
+    for service in table.at(at) {
+        if service.rule().allowed_sources.is_empty() {
+            return Vec::new();
+        }
+        networks.extend_from_slice(&service.rule().allowed_sources);
+    }
+    networks.sort_unstable();
+    networks.dedup();
+    networks
+}
+
+/// The most generous limit of the rules at `at`, for the same reason; none where one of them has none.
+fn syn_limit(table: &Table, at: SocketAddr) -> Option<SynLimit> {
+    let of = |rule: &Rule| rule.syn.map(|syn| SynLimit { rule: rule.id.0, per_sec: syn.per_sec, burst: syn.burst });
+    let limits: Option<Vec<_>> = table.at(at).map(|service| of(service.rule())).collect();
+    limits?.into_iter().max_by_key(|limit| (limit.per_sec, limit.burst, Reverse(limit.rule)))
 }
 
 /// An endpoint as the kernel's map shows it; `None` until its name is resolved.
@@ -145,6 +175,8 @@ mod tests {
             endpoints: Vec::new(),
             no_endpoint: NoEndpoint::Proxy,
             phase: Phase::Serving,
+            allowed: Vec::new(),
+            syn: None,
         }
     }
 

@@ -4,12 +4,13 @@
 
 use aya_ebpf::bindings::BPF_NOEXIST;
 use aya_ebpf::bindings::xdp_action::{XDP_DROP, XDP_PASS};
-use aya_ebpf::helpers::bpf_ktime_get_ns;
+use aya_ebpf::helpers::{bpf_ktime_get_ns, bpf_xdp_load_bytes};
 use aya_ebpf::macros::xdp;
 use aya_ebpf::programs::XdpContext;
 use aya_log_ebpf::warn;
 use core::intrinsics::{AtomicOrdering, atomic_cxchg};
-use kvlb_common::packet::{self, Bytes, OFFSET_MAX, Opening, Parsed, Segment};
+use core::mem::MaybeUninit;
+use kvlb_common::packet::{self, Bytes, Opening, Parsed, Segment};
 use kvlb_common::{Bucket, FrameStats, Source, VipInfo, VipKey};
 
 use crate::allow::allows;
@@ -22,12 +23,11 @@ const ATTEMPTS: u32 = 4;
 /// `EEXIST` (asm-generic/errno-base.h).
 const EXISTS: i32 = -17;
 
-/// Runs for each frame that arrives at a device with admission. Of a frame in several buffers ("frags", so that devices
-/// with large frames take the program) it sees the first, in which headers lie.
+/// Runs for each frame that arrives at a device with admission, also those in several buffers ("frags": else devices with
+/// large frames would not take the program).
 #[xdp(frags)]
 pub fn kvlb_admit(ctx: XdpContext) -> u32 {
-    let frame = Frame { start: ctx.data(), end: ctx.data_end() };
-    match packet::parse(&frame) {
+    match packet::parse(&Frame(&ctx)) {
         Parsed::Tcp(segment) => judge(&ctx, &segment),
         Parsed::Foreign => counted(|frames| frames.foreign += 1, XDP_PASS),
         Parsed::Fragment => counted(|frames| frames.fragments += 1, XDP_PASS),
@@ -37,25 +37,44 @@ pub fn kvlb_admit(ctx: XdpContext) -> u32 {
     }
 }
 
-/// The frame, as the verifier lets it be read.
-struct Frame {
-    start: usize,
-    end: usize,
-}
+/// The frame. Where headers usually stand it is read in place. Elsewhere the kernel's helper reads it (Linux 5.18), which is
+/// slower: a pointer into a frame may move by what stands in the frame only with `CAP_PERFMON`, and sees no further than the
+/// first of its buffers.
+struct Frame<'a>(&'a XdpContext);
 
-impl Bytes for Frame {
+impl Bytes for Frame<'_> {
     #[inline(always)]
     fn read<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
-        // Never so; but the verifier wants to know how far the pointer may go.
-        if at > OFFSET_MAX {
+        let in_place = match at {
+            // What follows Ethernet, IP's head without a tag before it, and TCP's behind IPv4 and IPv6.
+            12 => self.in_place::<12, N>(),
+            14 => self.in_place::<14, N>(),
+            34 => self.in_place::<34, N>(),
+            54 => self.in_place::<54, N>(),
+            _ => None,
+        };
+        in_place.or_else(|| self.copied(at))
+    }
+}
+
+impl Frame<'_> {
+    #[inline(always)]
+    fn in_place<const AT: usize, const N: usize>(&self) -> Option<[u8; N]> {
+        let start = self.0.data();
+        if start + AT + N > self.0.data_end() {
             return None;
         }
-        let start = self.start + at;
-        if start + N > self.end {
-            return None;
-        }
-        // SAFETY: these bytes lie before the frame's end, and any bytes are an array of bytes.
-        Some(unsafe { *(start as *const [u8; N]) })
+        // SAFETY: these bytes lie before the end of the frame's first buffer, and any bytes are an array of bytes.
+        Some(unsafe { *((start + AT) as *const [u8; N]) })
+    }
+
+    #[inline(always)]
+    fn copied<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
+        let mut bytes = MaybeUninit::<[u8; N]>::uninit();
+        // SAFETY: the context is the kernel's own, and the helper writes `N` bytes or says that it did not.
+        let done = unsafe { bpf_xdp_load_bytes(self.0.ctx, at as u32, bytes.as_mut_ptr().cast(), N as u32) };
+        // SAFETY: it wrote them.
+        if done == 0 { Some(unsafe { bytes.assume_init() }) } else { None }
     }
 }
 

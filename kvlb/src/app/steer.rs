@@ -180,6 +180,49 @@ mod tests {
         }
     }
 
+    /// A rule's networks and its limit.
+    type Admits = (&'static [(&'static str, u8)], Option<(u32, u32)>);
+
+    /// What the kernel is told of rules at 10.10.10.254, from port 80 up to the one given, in the order of ports.
+    fn told(rules: &[(u16, Admits)]) -> Vec<(Vec<(IpAddr, u8)>, Option<SynLimit>)> {
+        let metrics = Arc::new(crate::telemetry::Metrics::new().expect("names are unique"));
+        let state = State::new(crate::state::Config::default(), metrics);
+        let rule = |(id, (last, (networks, syn))): (u32, &(u16, Admits))| {
+            let mut rule = crate::fleet::fixtures::rule();
+            rule.id = crate::fleet::RuleId(id);
+            (rule.key.ports.first, rule.key.ports.last) = (80, *last);
+            rule.key.host = format!("host-{id}");
+            let network = |(addr, bits): &(&str, u8)| (addr.parse().expect("an address"), *bits);
+            rule.allowed_sources = networks.iter().map(network).collect();
+            rule.syn = syn.map(|(per_sec, burst)| crate::fleet::SynRule { per_sec, burst });
+            Arc::new(rule)
+        };
+        state.publish(&(1..).zip(rules).map(rule).collect::<Vec<_>>());
+        vips(&state.table()).into_iter().map(|vip| (vip.allowed, vip.syn)).collect()
+    }
+
+    #[test]
+    fn rules_that_share_a_vip_admit_whom_any_of_them_admits() {
+        let net = |text: &str, bits| (text.parse::<IpAddr>().expect("an address"), bits);
+        let (ten, eleven): (Admits, Admits) = ((&[("11.0.0.0", 8), ("10.0.0.0", 8)], None), (&[("11.0.0.0", 8)], None));
+        let ten_and_eleven = vec![net("10.0.0.0", 8), net("11.0.0.0", 8)];
+        assert_eq!(told(&[(81, ten)]), [(ten_and_eleven.clone(), None), (ten_and_eleven.clone(), None)]);
+        // The second rule has the first port only.
+        assert_eq!(told(&[(81, eleven), (80, ten)]), [(ten_and_eleven, None), (vec![net("11.0.0.0", 8)], None)]);
+        assert_eq!(told(&[(80, eleven), (80, (&[], None))]), [(Vec::new(), None)]);
+    }
+
+    #[test]
+    fn rules_that_share_a_vip_limit_as_the_most_generous_of_them() {
+        let limit = |rule, per_sec, burst| Some(SynLimit { rule, per_sec, burst });
+        let rule = |per_sec, burst| (80, (&[][..], Some((per_sec, burst))));
+        let of = |rules: &[(u16, Admits)]| told(rules).into_iter().next().and_then(|(_, syn)| syn);
+        assert_eq!(of(&[rule(5, 9)]), limit(1, 5, 9));
+        assert_eq!(of(&[rule(5, 9), rule(6, 1), rule(4, 99)]), limit(2, 6, 1));
+        assert_eq!(of(&[rule(5, 9), rule(5, 9)]), limit(1, 5, 9));
+        assert_eq!(of(&[rule(5, 9), (80, (&[], None))]), None);
+    }
+
     #[test]
     fn a_vip_whose_rules_are_gone_drains_for_a_while_and_comes_back_when_it_is_served_again() {
         let (mut leaving, start, linger) = (Leaving::default(), clock::now(), Duration::from_secs(30));

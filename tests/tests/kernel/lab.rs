@@ -263,6 +263,16 @@ pub(crate) fn xdp_run(program: u32, frame: &[u8], times: u64) -> (u64, Vec<u8>) 
     (answer["retval"].as_u64().unwrap_or_else(|| panic!("{text}")), fs::read(&after).unwrap())
 }
 
+/// Nanoseconds that the admission program takes for a frame, on average over a million.
+pub(crate) fn xdp_cost(program: u32, frame: &[u8]) -> u64 {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("frame");
+    fs::write(&file, frame).unwrap();
+    let text = sh(&format!("bpftool --json prog run id {program} data_in {} repeat 1000000", file.display()));
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    answer["duration"].as_u64().unwrap_or_else(|| panic!("{text}"))
+}
+
 /// Whether a program judges frames at a device.
 pub(crate) fn has_xdp(device: &str) -> bool {
     sh(&format!("ip link show dev {device}")).contains("prog/xdp")

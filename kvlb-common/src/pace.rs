@@ -25,7 +25,7 @@ impl Pace {
         if per_sec == 0 {
             return None;
         }
-        let interval = (1_000_000_000 + per_sec as u64 - 1) / per_sec as u64;
+        let interval = 1_000_000_000_u64.div_ceil(per_sec as u64);
         let tolerance = interval * (burst as u64).saturating_sub(1);
         Some(Self { interval, tolerance })
     }

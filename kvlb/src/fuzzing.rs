@@ -78,7 +78,7 @@ pub fn frame(bytes: &[u8]) {
     let parsed = packet::parse(&counted);
     assert!(counted.reads.get() <= READS_MAX, "{} reads", counted.reads.get());
     if let Parsed::Tcp(segment) = &parsed {
-        let [source, target] = [segment.source, segment.target].map(|addr| kvlb_common::addr_from_bytes(addr));
+        let [source, target] = [segment.source, segment.target].map(kvlb_common::addr_from_bytes);
         let pair = |addr: std::net::IpAddr| match addr {
             std::net::IpAddr::V4(v4) => v4.octets().to_vec(),
             std::net::IpAddr::V6(v6) => v6.octets().to_vec(),

@@ -183,8 +183,11 @@ mod tests {
     /// A rule's networks and its limit.
     type Admits = (&'static [(&'static str, u8)], Option<(u32, u32)>);
 
+    /// What the kernel is told of a VIP.
+    type Told = (Vec<(IpAddr, u8)>, Option<SynLimit>);
+
     /// What the kernel is told of rules at 10.10.10.254, from port 80 up to the one given, in the order of ports.
-    fn told(rules: &[(u16, Admits)]) -> Vec<(Vec<(IpAddr, u8)>, Option<SynLimit>)> {
+    fn told(rules: &[(u16, Admits)]) -> Vec<Told> {
         let metrics = Arc::new(crate::telemetry::Metrics::new().expect("names are unique"));
         let state = State::new(crate::state::Config::default(), metrics);
         let rule = |(id, (last, (networks, syn))): (u32, &(u16, Admits))| {

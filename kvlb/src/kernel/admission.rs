@@ -7,6 +7,7 @@ use aya::programs::links::FdLink;
 use aya::programs::{ProgramError, Xdp, XdpError, XdpMode};
 use aya::{Ebpf, EbpfError};
 use nix::errno::Errno;
+use nix::ifaddrs::getifaddrs;
 use nix::net::if_::if_nametoindex;
 
 use super::Error;
@@ -43,12 +44,24 @@ pub(super) struct Admitting {
     _link: FdLink,
 }
 
-/// Refuses devices that are not there.
+/// Types of devices whose frames begin as Ethernet's do: its own, and loopback (linux/if_arp.h).
+const ETHERNETS: [u16; 2] = [1, 772];
+
+/// Refuses devices that are not there, and those whose frames the program could not read.
 pub(super) fn check(devices: &[String]) -> Result<(), Error> {
     devices.iter().try_for_each(|device| match if_nametoindex(device.as_str()) {
-        Ok(_) => Ok(()),
         Err(_) => Err(Error::NoDevice { device: device.clone() }),
+        Ok(_) if !has_ethernet(device) => Err(Error::NotEthernet { device: device.clone() }),
+        Ok(_) => Ok(()),
     })
+}
+
+/// Whether a device's frames begin as Ethernet's do: then it has a hardware address of that type. Also where Linux does not say.
+fn has_ethernet(device: &str) -> bool {
+    let Ok(addresses) = getifaddrs() else { return true };
+    let mut types =
+        addresses.filter(|at| at.interface_name == device).filter_map(|at| Some(at.address?.as_link_addr()?.hatype()));
+    types.any(|of| ETHERNETS.contains(&of))
 }
 
 /// Hands the program to the kernel, which verifies it; no frame is judged yet.

@@ -60,6 +60,14 @@ pub enum Error {
         /// Its name.
         device: String,
     },
+    /// A device's frames do not begin as Ethernet's do.
+    #[error(
+        "device {device} has no Ethernet frames, which are all that the XDP program reads: name the device below it"
+    )]
+    NotEthernet {
+        /// Its name.
+        device: String,
+    },
     /// Another program judges frames at the device.
     #[error("another XDP program holds device {device}: `bpftool net` shows it; kvlb does not replace it")]
     DeviceHeld {

@@ -122,6 +122,9 @@ fn checksum(from: u16, bytes: &[u8]) -> u16 {
     u16::try_from(sum).unwrap()
 }
 
+/// A flood of three seconds may take so long on a machine that does other things.
+const PATIENCE: Duration = Duration::from_mins(1);
+
 /// Frames sent at once: as many as fit the queue behind a cable (256, drivers/net/veth.c) twice.
 const AT_ONCE: usize = 128;
 
@@ -139,19 +142,20 @@ impl Sender {
         Self(socket)
     }
 
-    /// Sends `frame` so often each second, as evenly as this machine can, and gives the number of those that went out.
+    /// Sends so many frames, `frames` in turn, as evenly as this machine can and not faster than it is told. Gives the number
+    /// of those that went out before patience ended.
     #[expect(clippy::disallowed_methods, reason = "it keeps a pace")]
-    pub(crate) fn flood(&self, frames: &[Vec<u8>], per_second: u64, time: Duration) -> u64 {
+    pub(crate) fn flood(&self, frames: &[Vec<u8>], per_second: u64, total: u64) -> u64 {
         let start = Instant::now();
         let slices: Vec<_> = frames.iter().map(|frame| [IoSlice::new(frame)]).collect();
         let mut headers = MultiHeaders::<LinkAddr>::preallocate(AT_ONCE, None);
         let (mut sent, mut next) = (0, 0);
         loop {
             let elapsed = start.elapsed();
-            if elapsed >= time {
+            if sent >= total || elapsed >= PATIENCE {
                 return sent;
             }
-            let due = u64::try_from(elapsed.as_nanos() * u128::from(per_second) / 1_000_000_000).unwrap();
+            let due = u64::try_from(elapsed.as_nanos() * u128::from(per_second) / 1_000_000_000).unwrap().min(total);
             let some = usize::try_from(due.saturating_sub(sent)).unwrap().min(AT_ONCE);
             if some == 0 {
                 thread::yield_now();

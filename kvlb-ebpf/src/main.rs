@@ -4,7 +4,13 @@
 //! compiles this crate to `kvlb/bpf/kvlb.bpf.o`; on the host it is an empty program.
 
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
+// The machine can compare and exchange, but the target's description does not say so: `core::sync::atomic` lacks it.
+#![cfg_attr(target_arch = "bpf", allow(internal_features), feature(core_intrinsics))]
 
+#[cfg(target_arch = "bpf")]
+mod admit;
+#[cfg(target_arch = "bpf")]
+mod allow;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]

@@ -7,7 +7,8 @@ use aya_ebpf::programs::SkLookupContext;
 use aya_log_ebpf::warn;
 use kvlb_common::{Flow, TCP, Verdict, VipInfo, VipKey, VipStats};
 
-use crate::maps::{KVLB_LISTEN, KVLB_STATS, KVLB_VIPS};
+use crate::allow::allows;
+use crate::maps::{KVLB_LISTEN, find, stats};
 
 /// `AF_INET`, as `bpf_sk_lookup.family` has it.
 const IPV4: u32 = 2;
@@ -29,9 +30,11 @@ pub fn kvlb_lookup(ctx: SkLookupContext) -> u32 {
 fn try_lookup(ctx: &SkLookupContext) -> Option<u32> {
     let (flow, key) = read(ctx)?;
     let vip = find(&key)?;
-    let stats = KVLB_STATS.get_ptr_mut(vip.id)?;
-    // SAFETY: the entry lives as long as the map, and only this CPU's programs write it.
-    let stats = unsafe { &mut *stats };
+    let stats = stats(vip)?;
+    if !allows(vip, &octets(flow.remote_addr)) {
+        stats.denied += 1;
+        return Some(SK_DROP);
+    }
     match vip.verdict() {
         Verdict::Steer => Some(steer(ctx, &flow, &key, vip, stats)),
         Verdict::Refuse => {
@@ -77,13 +80,6 @@ const fn mapped(v4: u32) -> [u32; 4] {
 const fn octets(words: [u32; 4]) -> [u8; 16] {
     // SAFETY: both are 16 bytes of plain data.
     unsafe { core::mem::transmute(words) }
-}
-
-/// The VIP of exactly this port, else the one of all ports of its address.
-#[inline(always)]
-fn find(key: &VipKey) -> Option<&'static VipInfo> {
-    // SAFETY: an element that is replaced is freed only when all programs that read it have ended.
-    unsafe { KVLB_VIPS.get(key).or_else(|| KVLB_VIPS.get(key.any_port())) }
 }
 
 #[inline(always)]

@@ -3,6 +3,9 @@
 //!
 //! Each function panics where what must hold does not.
 
+use std::cell::Cell;
+
+use kvlb_common::packet::{self, Bytes, Parsed, READS_MAX, Segment};
 use serde::de::IgnoredAny;
 
 use crate::contract::events::{Event, decode, time};
@@ -66,6 +69,50 @@ pub fn events(bytes: &[u8]) {
     assert!(batch.events.iter().map(said).sum::<usize>() <= bytes.len(), "more names and tokens than bytes");
 }
 
+/// An Ethernet frame, as the kernel program reads it: in a bounded number of reads, and by what it read alone.
+///
+/// # Panics
+/// Where what must hold does not.
+pub fn frame(bytes: &[u8]) {
+    let counted = Counted { bytes, reads: Cell::new(0), end: Cell::new(0) };
+    let parsed = packet::parse(&counted);
+    assert!(counted.reads.get() <= READS_MAX, "{} reads", counted.reads.get());
+    if let Parsed::Tcp(segment) = &parsed {
+        let [source, target] = [segment.source, segment.target].map(kvlb_common::addr_from_bytes);
+        let pair = |addr: std::net::IpAddr| match addr {
+            std::net::IpAddr::V4(v4) => v4.octets().to_vec(),
+            std::net::IpAddr::V6(v6) => v6.octets().to_vec(),
+        };
+        let (short, long) = ([pair(source), pair(target)].concat(), [segment.source, segment.target].concat());
+        let stands = |what: &[u8]| bytes.windows(what.len()).any(|window| window == what);
+        assert!(stands(&short) || stands(&long), "from {source} to {target}");
+        let ports = [segment.source_port.to_be_bytes(), segment.target_port.to_be_bytes()].concat();
+        assert!(stands(&ports), "ports {ports:?}");
+    }
+    // A first fragment may go on where it was cut off.
+    if !matches!(parsed, Parsed::Malformed | Parsed::Tcp(Segment { flags: None, .. })) {
+        assert_eq!(packet::parse(&bytes[..counted.end.get()]), parsed, "without what was not read");
+        assert_eq!(packet::parse([bytes, &[0xff; 64]].concat().as_slice()), parsed, "with more behind");
+    }
+}
+
+/// A frame that counts how often it is read, and knows how far.
+struct Counted<'a> {
+    bytes: &'a [u8],
+    reads: Cell<usize>,
+    end: Cell<usize>,
+}
+
+impl Bytes for Counted<'_> {
+    fn read<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
+        assert!(at <= packet::OFFSET_MAX, "a read at {at}");
+        self.reads.set(self.reads.get() + 1);
+        let read = self.bytes.read(at)?;
+        self.end.set(self.end.get().max(at + N));
+        Some(read)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -84,8 +131,8 @@ mod tests {
     #[test]
     fn what_was_found_holds() {
         type Target = fn(&[u8]);
-        let targets = [super::head as Target, super::chunked, super::body, super::events];
-        for (name, target) in ["head", "chunked", "body", "events"].into_iter().zip(targets) {
+        let targets = [super::head as Target, super::chunked, super::body, super::events, super::frame];
+        for (name, target) in ["head", "chunked", "body", "events", "frame"].into_iter().zip(targets) {
             let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(name);
             let files: Vec<_> = std::fs::read_dir(&corpus).unwrap().map(|entry| entry.unwrap().path()).collect();
             assert!(files.len() > 10, "no corpus in {}", corpus.display());

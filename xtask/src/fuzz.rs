@@ -10,7 +10,7 @@ use crate::coverage;
 use crate::run::{cargo, done, root};
 use crate::setup;
 
-const TARGETS: [&str; 4] = ["head", "chunked", "body", "events"];
+const TARGETS: [&str; 5] = ["head", "chunked", "body", "events", "frame"];
 
 /// What tells libFuzzer where execution has come: the instrumentation of LLVM, for which no nightly compiler is needed.
 /// Source: LLVM's documentation of its `SanitizerCoverage`.
@@ -19,7 +19,7 @@ const INSTRUMENTATION: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=
     -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1";
 
 /// A mistake to be found: the target that must find it, the file, what stands there, and the mistake.
-const PLANTED: [(&str, &str, &str, &str); 4] = [
+const PLANTED: [(&str, &str, &str, &str); 5] = [
     (
         "head",
         "kvlb/src/proxy/http/request.rs",
@@ -34,6 +34,7 @@ const PLANTED: [(&str, &str, &str, &str); 4] = [
         "reader.array()?.checked_sub(1).ok_or(ReadError::Type)?",
         "reader.array()? - 1",
     ),
+    ("frame", "kvlb-common/src/packet.rs", "self.get(at..)?", "self[at..]"),
 ];
 
 #[derive(clap::Args)]

@@ -17,7 +17,7 @@ use crate::control::live::{
 };
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, VipStats};
 use crate::router::{self, Decision, Overlap, PromptShape, View as _};
 use crate::state::kv::EndpointKv;
 use crate::state::{self, Onlooker, Service, Staged, State};
@@ -67,14 +67,39 @@ impl LiveState {
     /// Copies the kernel's counters into the metrics.
     fn read_kernel(&self, metrics: &Metrics) {
         let Some(kernel) = self.kernel.as_ref().and_then(Weak::upgrade) else { return };
-        let stats = kernel.lock().stats();
-        let Ok(stats) = stats else { return };
+        let (stats, frames, devices) = {
+            let kernel = kernel.lock();
+            (kernel.stats(), kernel.frames(), kernel.admission())
+        };
+        let (Ok(stats), Ok(frames)) = (stats, frames) else { return };
         metrics.steered.reset();
         metrics.not_steered.reset();
+        metrics.xdp_packets.reset();
+        metrics.xdp_frames.reset();
+        metrics.xdp_attached.reset();
+        for (device, mode) in &devices {
+            metrics.xdp_attached.with_label_values(&[device.as_str(), mode.label()]).set(1);
+        }
+        if !devices.is_empty() {
+            let kinds = [
+                ("foreign", frames.foreign),
+                ("fragment", frames.fragments),
+                ("malformed", frames.malformed),
+                ("chain", frames.chains),
+            ];
+            for (kind, count) in kinds {
+                metrics.xdp_frames.with_label_values(&[kind]).inc_by(count);
+            }
+        }
         for (vip, counts) in stats {
             let vip = vip.to_string();
             metrics.steered.with_label_values(&[vip.as_str()]).inc_by(counts.steered);
-            metrics.not_steered.with_label_values(&[vip.as_str()]).inc_by(counts.refused + counts.no_listener);
+            metrics.not_steered.with_label_values(&[vip.as_str()]).inc_by(counts.not_steered());
+            if !devices.is_empty() {
+                for (verdict, count) in verdicts(&counts) {
+                    metrics.xdp_packets.with_label_values(&[vip.as_str(), verdict]).inc_by(count);
+                }
+            }
         }
     }
 }
@@ -211,6 +236,9 @@ impl Live for LiveState {
     fn notes(&self, rule: RuleId) -> Vec<String> {
         let Some(service) = self.service(rule) else { return Vec::new() };
         let mut notes = tokenizer_notes(&self.state, &service);
+        if service.rule().syn.is_some() && self.admission_devices().is_empty() {
+            notes.push("synRate has no effect: no device judges SYNs (--xdp-dev)".to_owned());
+        }
         notes.extend(self.contradictions_of(&service));
         notes
     }
@@ -235,9 +263,26 @@ impl Live for LiveState {
         })
     }
 
+    fn admission_devices(&self) -> Vec<(String, &'static str)> {
+        let Some(kernel) = self.kernel.as_ref().and_then(Weak::upgrade) else { return Vec::new() };
+        let devices = kernel.lock().admission();
+        devices.into_iter().map(|(device, mode)| (device, mode.label())).collect()
+    }
+
     fn degraded(&self) -> Vec<(String, String)> {
         self.state.degraded().into_iter().map(|(what, why)| (what.to_owned(), why)).collect()
     }
+}
+
+/// What became of a VIP's frames at devices with admission, by the metric's words.
+fn verdicts(counts: &VipStats) -> [(&'static str, u64); 5] {
+    [
+        ("syn", counts.syn_passed),
+        ("rate", counts.syn_over_rate),
+        ("acl", counts.syn_denied),
+        ("cut", counts.cut),
+        ("other", counts.other),
+    ]
 }
 
 /// What keeps a rule's prompts from becoming tokens: files that are missing, or not understood.

@@ -356,6 +356,14 @@ impl Parts {
                         tracing::error!(error = &error as &dyn std::error::Error, "not all pins are replaced");
                     }
                 }
+                let admits = kernel.lock().admit();
+                match admits {
+                    Ok(()) => self.state.recovered(NO_ADMISSION),
+                    Err(error) => {
+                        tracing::error!(error = &error as &dyn std::error::Error, "SYNs are not judged");
+                        self.state.degrade(NO_ADMISSION, format!("SYNs are not judged: {error}"));
+                    }
+                }
                 if let Err(error) = steered.top_up(kernel, &self.proxy) {
                     tracing::warn!(error = format!("{error:#}"), "not every data thread has a listening socket");
                 }
@@ -430,6 +438,9 @@ impl Parts {
 
 /// The name of the degraded state in which no takeover can be asked for.
 const NO_DOOR: &str = "takeover_socket";
+
+/// The name of the degraded state in which devices lack the admission that they were to have.
+const NO_ADMISSION: &str = "xdp";
 
 /// How VIP traffic comes in.
 enum Ways {
@@ -545,15 +556,24 @@ fn load_kernel(
         return Ok(None);
     }
     let _entered = runtime.enter();
-    let settings = crate::kernel::Config { pin_dir: config.pin_dir.clone() };
+    let settings = crate::kernel::Config { pin_dir: config.pin_dir.clone(), xdp_devices: config.xdp_devices.clone() };
     if let Some(before) = before {
         // Traffic goes on coming as it did: another way is for a restart.
-        let Some(lock) = before.take(Gift::PinLock).pop() else { return Ok(None) };
+        let Some(lock) = before.take(Gift::PinLock).pop() else {
+            let without = config.xdp_devices.is_empty();
+            anyhow::ensure!(
+                without,
+                "--xdp-dev: the running kvlb binds the VIPs itself, which a takeover does not change"
+            );
+            return Ok(None);
+        };
         let kernel = Kernel::join(&settings, lock.into()).context("load the kernel programs")?;
         return Ok(Some(Arc::new(Mutex::new(kernel))));
     }
     match Kernel::load(&settings) {
         Ok(kernel) => Ok(Some(Arc::new(Mutex::new(kernel)))),
+        // Who names devices wants them guarded, or to know.
+        Err(error) if !config.xdp_devices.is_empty() => Err(error).context("load the kernel programs (--xdp-dev)"),
         // Another kvlb holds the maps: binding its VIPs beside it would only split the traffic.
         Err(error @ crate::kernel::Error::InUse { .. }) => Err(error).context("load the kernel programs"),
         Err(error) => {

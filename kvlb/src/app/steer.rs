@@ -1,15 +1,16 @@
 //! Keeps the kernel's maps in step with the rules and with who is up.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use crate::clock;
-use crate::fleet::{Admin, Breaker, Condition, Probe};
-use crate::kernel::{EndpointState, Kernel, NoEndpoint, Phase, Vip, VipEndpoint};
+use crate::fleet::{Admin, Breaker, Condition, Probe, Rule};
+use crate::kernel::{EndpointState, Kernel, NoEndpoint, Phase, SynLimit, Vip, VipEndpoint};
 use crate::state::{Endpoint, State, Table};
 
 /// The name of the degraded state in which the kernel does not know what it should.
@@ -83,6 +84,8 @@ impl Leaving {
             endpoints: Vec::new(),
             no_endpoint: NoEndpoint::Proxy,
             phase: Phase::Draining,
+            allowed: Vec::new(),
+            syn: None,
         }));
         self.served = here;
         serving
@@ -103,12 +106,39 @@ fn vips(table: &Table) -> Vec<Vip> {
                 endpoints: Vec::new(),
                 no_endpoint: NoEndpoint::Proxy,
                 phase: Phase::Serving,
+                allowed: Vec::new(),
+                syn: None,
             });
             vip.rules.push(service.rule().id.0);
             vip.endpoints.extend_from_slice(&endpoints);
         }
     }
+    for (at, vip) in &mut all {
+        (vip.allowed, vip.syn) = (allowed(table, *at), syn_limit(table, *at));
+    }
     all.into_values().collect()
+}
+
+/// The networks whose clients some rule at `at` serves; none where it is every client's. Which rule a connection is for is not
+/// known when it is opened, so it may be opened where one of them would have it.
+fn allowed(table: &Table, at: SocketAddr) -> Vec<(IpAddr, u8)> {
+    let mut networks = Vec::new();
+    for service in table.at(at) {
+        if service.rule().allowed_sources.is_empty() {
+            return Vec::new();
+        }
+        networks.extend_from_slice(&service.rule().allowed_sources);
+    }
+    networks.sort_unstable();
+    networks.dedup();
+    networks
+}
+
+/// The most generous limit of the rules at `at`, for the same reason; none where one of them has none.
+fn syn_limit(table: &Table, at: SocketAddr) -> Option<SynLimit> {
+    let of = |rule: &Rule| rule.syn.map(|syn| SynLimit { rule: rule.id.0, per_sec: syn.per_sec, burst: syn.burst });
+    let limits: Option<Vec<_>> = table.at(at).map(|service| of(service.rule())).collect();
+    limits?.into_iter().max_by_key(|limit| (limit.per_sec, limit.burst, Reverse(limit.rule)))
 }
 
 /// An endpoint as the kernel's map shows it; `None` until its name is resolved.
@@ -145,7 +175,55 @@ mod tests {
             endpoints: Vec::new(),
             no_endpoint: NoEndpoint::Proxy,
             phase: Phase::Serving,
+            allowed: Vec::new(),
+            syn: None,
         }
+    }
+
+    /// A rule's networks and its limit.
+    type Admits = (&'static [(&'static str, u8)], Option<(u32, u32)>);
+
+    /// What the kernel is told of a VIP.
+    type Told = (Vec<(IpAddr, u8)>, Option<SynLimit>);
+
+    /// What the kernel is told of rules at 10.10.10.254, from port 80 up to the one given, in the order of ports.
+    fn told(rules: &[(u16, Admits)]) -> Vec<Told> {
+        let metrics = Arc::new(crate::telemetry::Metrics::new().expect("names are unique"));
+        let state = State::new(crate::state::Config::default(), metrics);
+        let rule = |(id, (last, (networks, syn))): (u32, &(u16, Admits))| {
+            let mut rule = crate::fleet::fixtures::rule();
+            rule.id = crate::fleet::RuleId(id);
+            (rule.key.ports.first, rule.key.ports.last) = (80, *last);
+            rule.key.host = format!("host-{id}");
+            let network = |(addr, bits): &(&str, u8)| (addr.parse().expect("an address"), *bits);
+            rule.allowed_sources = networks.iter().map(network).collect();
+            rule.syn = syn.map(|(per_sec, burst)| crate::fleet::SynRule { per_sec, burst });
+            Arc::new(rule)
+        };
+        state.publish(&(1..).zip(rules).map(rule).collect::<Vec<_>>());
+        vips(&state.table()).into_iter().map(|vip| (vip.allowed, vip.syn)).collect()
+    }
+
+    #[test]
+    fn rules_that_share_a_vip_admit_whom_any_of_them_admits() {
+        let net = |text: &str, bits| (text.parse::<IpAddr>().expect("an address"), bits);
+        let (ten, eleven): (Admits, Admits) = ((&[("11.0.0.0", 8), ("10.0.0.0", 8)], None), (&[("11.0.0.0", 8)], None));
+        let ten_and_eleven = vec![net("10.0.0.0", 8), net("11.0.0.0", 8)];
+        assert_eq!(told(&[(81, ten)]), [(ten_and_eleven.clone(), None), (ten_and_eleven.clone(), None)]);
+        // The second rule has the first port only.
+        assert_eq!(told(&[(81, eleven), (80, ten)]), [(ten_and_eleven, None), (vec![net("11.0.0.0", 8)], None)]);
+        assert_eq!(told(&[(80, eleven), (80, (&[], None))]), [(Vec::new(), None)]);
+    }
+
+    #[test]
+    fn rules_that_share_a_vip_limit_as_the_most_generous_of_them() {
+        let limit = |rule, per_sec, burst| Some(SynLimit { rule, per_sec, burst });
+        let rule = |per_sec, burst| (80, (&[][..], Some((per_sec, burst))));
+        let of = |rules: &[(u16, Admits)]| told(rules).into_iter().next().and_then(|(_, syn)| syn);
+        assert_eq!(of(&[rule(5, 9)]), limit(1, 5, 9));
+        assert_eq!(of(&[rule(5, 9), rule(6, 1), rule(4, 99)]), limit(2, 6, 1));
+        assert_eq!(of(&[rule(5, 9), rule(5, 9)]), limit(1, 5, 9));
+        assert_eq!(of(&[rule(5, 9), (80, (&[], None))]), None);
     }
 
     #[test]

@@ -275,6 +275,12 @@ struct ProxyFlags {
     /// Client connections at a time; 0: no limit but kvlb's own
     #[arg(long, value_name = "N")]
     connections_max: Option<i64>,
+    /// Connections that one source may begin each second; more are dropped at the devices of --xdp-dev; 0: no limit
+    #[arg(long, value_name = "N")]
+    syn_rate: Option<i64>,
+    /// Connections that one source may begin at once under --syn-rate; 0: as many as in a second
+    #[arg(long, value_name = "N")]
+    syn_burst: Option<i64>,
     /// Percent of its fair share that an endpoint may carry with --select chwbl and wrr-hash
     #[arg(long, value_name = "PERCENT")]
     chwbl_load_factor: Option<i64>,
@@ -492,6 +498,8 @@ impl ProxyFlags {
         f.set("decisionHeaders", self.decision_headers);
         f.set("forwardedHeaders", self.forwarded_headers);
         f.set("connectionsMax", self.connections_max);
+        f.set("synRate", self.syn_rate);
+        f.set("synBurst", self.syn_burst);
         f.set("chwbl_mean_load_factor", self.chwbl_load_factor);
         f.set("maxInspectBytes", self.max_inspect_bytes);
         f.set("clientHalfClose", self.client_half_close.as_ref());

@@ -421,6 +421,7 @@ pub(super) fn status(answer: &Value, screen: Screen) -> String {
         ["version".to_owned(), cell(&answer["version"])],
         ["ready".to_owned(), yes_no(&answer["ready"])],
         ["datapath".to_owned(), if detail.is_empty() { mode } else { format!("{mode} ({detail})") }],
+        ["xdp".to_owned(), xdp(answer)],
         ["io".to_owned(), cell(&answer["io"])],
         ["data threads".to_owned(), cell(&answer["threads"])],
         ["api".to_owned(), api(answer)],
@@ -441,6 +442,13 @@ pub(super) fn status(answer: &Value, screen: Screen) -> String {
         text.extend([format!("degraded: {}: {}\n", cell(&degraded["what"]), cell(&degraded["why"]))]);
     }
     text
+}
+
+/// The devices at which frames are judged.
+fn xdp(status: &Value) -> String {
+    let device = |at: &Value| format!("{} ({})", cell(&at["device"]), cell(&at["mode"]));
+    let devices: Vec<_> = list(status, "xdp").map(device).collect();
+    if devices.is_empty() { "no device".to_owned() } else { devices.join(", ") }
 }
 
 /// Where the API listens, and what it asks for; older ones do not say.
@@ -698,10 +706,13 @@ mod tests {
         for part in ["none (no permission)", "in memory only", "degraded: kernel: no permission\n"] {
             assert!(text.contains(part), "{text}");
         }
+        assert!(text.contains("no device"), "{text}");
         let mut guarded = answer;
+        guarded["xdp"] = json!([{"device": "eth0", "mode": "native"}, {"device": "eth1", "mode": "generic"}]);
         guarded["apiTls"] = json!(true);
         guarded["apiTokens"] = json!("admin+read");
         let text = status(&guarded, PIPE);
+        assert!(text.contains("eth0 (native), eth1 (generic)"), "{text}");
         assert!(text.contains("127.0.0.1:1 (https, tokens: admin+read)"), "{text}");
     }
 

@@ -77,6 +77,11 @@ pub struct UpFlags {
     #[arg(long, value_name = "DIR")]
     pub pin_dir: Option<PathBuf>,
 
+    /// A device through which clients come, where SYNs that no rule wants are dropped as they arrive (XDP); may be repeated
+    /// [env: KVLB_XDP_DEV, separated by commas]
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub xdp_dev: Vec<String>,
+
     /// The I/O back end of data threads: io_uring where allowed, else epoll [env: KVLB_IO] [default: auto]
     #[arg(long, value_name = "BACKEND", value_parser = ["auto", "uring", "epoll"])]
     pub io: Option<String>,

@@ -10,6 +10,7 @@ mod engines;
 mod env;
 mod flags;
 mod kv;
+mod xdp;
 
 #[cfg(test)]
 mod tests;
@@ -63,6 +64,8 @@ pub struct Config {
     pub datapath: Datapath,
     /// Where the kernel maps are pinned.
     pub pin_dir: PathBuf,
+    /// The devices at which SYNs are judged, in their order.
+    pub xdp_devices: Vec<String>,
     /// The I/O back end of data threads.
     pub io: Io,
     /// Data threads, at least one.
@@ -147,13 +150,15 @@ impl Config {
         if takeover != Takeover::No && takeover_socket.is_none() {
             return Err(ConfigError::Needs("--takeover without a state directory", "--takeover-socket"));
         }
+        let datapath = both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?;
         Ok(Self {
             api,
             access: Access::read(flags, &both, (name, api))?,
             state_dir,
             tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", TOKENIZER_DIR)?,
-            datapath: both.word("--datapath", flags.datapath.as_ref(), "KVLB_DATAPATH", &DATAPATHS)?,
+            datapath,
             pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", "/sys/fs/bpf/kvlb")?,
+            xdp_devices: xdp::devices(flags, &both, datapath)?,
             io: both.word("--io", flags.io.as_ref(), "KVLB_IO", &IOS)?,
             threads: threads(both.text("--threads", flags.threads.as_ref(), "KVLB_THREADS")?, cores)?,
             connections_max: both
@@ -220,7 +225,7 @@ const IOS: [(&str, Io); 3] = [("auto", Io::Auto), ("uring", Io::Uring), ("epoll"
 const LOG_FORMATS: [(&str, LogFormat); 2] = [("text", LogFormat::Text), ("json", LogFormat::Json)];
 
 /// The twins of the flags.
-const TWINS: [&str; 44] = [
+const TWINS: [&str; 45] = [
     "KVLB_API",
     "KVLB_API_TOKEN_FILE",
     "KVLB_API_READ_TOKEN_FILE",
@@ -234,6 +239,7 @@ const TWINS: [&str; 44] = [
     "KVLB_NO_STATE",
     "KVLB_DATAPATH",
     "KVLB_PIN_DIR",
+    "KVLB_XDP_DEV",
     "KVLB_IO",
     "KVLB_THREADS",
     "KVLB_CONNECTIONS_MAX",

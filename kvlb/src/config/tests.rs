@@ -24,6 +24,7 @@ fn nothing_set_is_the_documented_default() {
         tokenizer_dir: "/etc/loxilb/tokenizers".into(),
         datapath: Datapath::Auto,
         pin_dir: "/sys/fs/bpf/kvlb".into(),
+        xdp_devices: Vec::new(),
         io: Io::Auto,
         threads: 2,
         connections_max: None,
@@ -76,7 +77,8 @@ fn every_twin() -> Env {
         ("KVLB_API_CLIENT_CA", "/k/ca"),
         ("KVLB_TOKENIZER_DIR", "/t"),
         ("KVLB_STATE_DIR", "/s"),
-        ("KVLB_DATAPATH", "none"),
+        ("KVLB_DATAPATH", "auto"),
+        ("KVLB_XDP_DEV", "eth0,eth1"),
         ("KVLB_PIN_DIR", "/p"),
         ("KVLB_IO", "uring"),
         ("KVLB_THREADS", "7"),
@@ -109,7 +111,8 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!((by_env.api.to_string().as_str(), by_env.threads), ("[::1]:1", 7));
     assert_eq!((&by_env.tokenizer_dir, &by_env.pin_dir), (&PathBuf::from("/t"), &PathBuf::from("/p")));
     assert_eq!(by_env.state_dir, Some(PathBuf::from("/s")));
-    assert_eq!((by_env.datapath, by_env.io, by_env.log_format), (Datapath::None, Io::Uring, LogFormat::Json));
+    assert_eq!((by_env.datapath, by_env.io, by_env.log_format), (Datapath::Auto, Io::Uring, LogFormat::Json));
+    assert_eq!(by_env.xdp_devices, ["eth0", "eth1"]);
     assert_eq!((by_env.drain_timeout, by_env.kv.decision_budget), (Duration::from_mins(2), Duration::from_millis(5)));
     assert_eq!(by_env.log_level, "warn,kvlb::ingest=debug");
     assert_eq!((by_env.connections_max, by_env.head_max), (Some(9), 8 << 10));
@@ -151,6 +154,7 @@ fn every_flag_has_a_twin_and_wins_over_it() {
         no_state: true,
         datapath: text("auto"),
         pin_dir: Some("/q".into()),
+        xdp_dev: vec!["eth2".to_owned()],
         io: text("epoll"),
         threads: text("1"),
         connections_max: text("10"),
@@ -178,6 +182,8 @@ fn every_flag_has_a_twin_and_wins_over_it() {
     assert_eq!((by_flag.api.port(), by_flag.threads, by_flag.state_dir), (2, 1, None));
     assert_eq!((&by_flag.tokenizer_dir, &by_flag.pin_dir), (&PathBuf::from("/u"), &PathBuf::from("/q")));
     assert_eq!((by_flag.datapath, by_flag.io, by_flag.log_format), (Datapath::Auto, Io::Epoll, LogFormat::Text));
+    assert_eq!(by_flag.xdp_devices, ["eth2"]);
+    assert_eq!(with_env([("KVLB_DATAPATH", "none")]).unwrap().datapath, Datapath::None);
     assert_eq!(
         (by_flag.drain_timeout, by_flag.kv.decision_budget),
         (Duration::from_millis(500), Duration::from_millis(9))

@@ -53,6 +53,11 @@ pub trait Live: Send + Sync {
     /// All metrics, as Prometheus text.
     fn metrics(&self) -> String;
 
+    /// The devices at which frames are judged, each with the word for where.
+    fn admission_devices(&self) -> Vec<(String, &'static str)> {
+        Vec::new()
+    }
+
     /// What does not work as it should, and why.
     fn degraded(&self) -> Vec<(String, String)>;
 }

@@ -42,6 +42,7 @@ pub(crate) fn rule() -> Rule {
         },
         pinning: Pinning::default(),
         allowed_sources: Vec::new(),
+        syn: None,
         decision_headers: false,
         max_inspect_bytes: 32 << 20,
         connections_max: None,

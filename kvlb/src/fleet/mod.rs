@@ -20,6 +20,6 @@ pub use readings::{Dialect, FirstTokens, Reading, Readings};
 pub use rule::{
     AdmissionMode, AdmissionRule, BadStatusCodes, BlendRule, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode,
     Keying, KvRule, Limits, Mode, Monitor, PortRange, ProbeKind, Relief, Role, Rule, RuleId, RuleKey, Score, Selector,
-    StatusCodes, TierWeights,
+    StatusCodes, SynRule, TierWeights,
 };
 pub use split::{HandoffKind, SplitRule};

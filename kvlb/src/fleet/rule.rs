@@ -85,6 +85,8 @@ pub struct Rule {
     pub pinning: Pinning,
     /// Networks whose clients are served; empty: all.
     pub allowed_sources: Vec<(IpAddr, u8)>,
+    /// How often one source may open a connection (`synRate`); `None`: as often as it likes.
+    pub syn: Option<SynRule>,
     /// Answers carry `x-kvlb-*` headers that explain the choice (`decisionHeaders`).
     pub decision_headers: bool,
     /// Bodies up to this many bytes are read before choosing (`maxInspectBytes`).
@@ -125,6 +127,15 @@ impl Rule {
     pub fn replay_port(&self, endpoint: &Endpoint) -> Option<u16> {
         endpoint.replay_port.or_else(|| self.kv.replay_port.filter(|_| endpoint.zmq_port.is_none()))
     }
+}
+
+/// How often one source may open a connection, judged where frames arrive (`--xdp-dev`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SynRule {
+    /// `synRate`: SYNs a second, at least one.
+    pub per_sec: u32,
+    /// `synBurst`: SYNs at once, at least one.
+    pub burst: u32,
 }
 
 /// When the breaker of an endpoint opens, and for how long.

@@ -48,6 +48,42 @@ pub enum Error {
         /// What it says, with the verifier's log where there is one.
         source: Box<EbpfError>,
     },
+    /// The kernel does not take the program that judges frames.
+    #[error("this kernel does not take the program of --xdp-dev: it needs Linux 5.18")]
+    Admission {
+        /// What it says, with the verifier's log where there is one.
+        source: Box<EbpfError>,
+    },
+    /// A device that was to have admission is not in this network namespace.
+    #[error("there is no device {device} in this network namespace: `ip link` shows those that are")]
+    NoDevice {
+        /// Its name.
+        device: String,
+    },
+    /// A device's frames do not begin as Ethernet's do.
+    #[error(
+        "device {device} has no Ethernet frames, which are all that the XDP program reads: name the device below it"
+    )]
+    NotEthernet {
+        /// Its name.
+        device: String,
+    },
+    /// Another program judges frames at the device.
+    #[error("another XDP program holds device {device}: `bpftool net` shows it; kvlb does not replace it")]
+    DeviceHeld {
+        /// The device's name.
+        device: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A device takes the program neither in its driver nor behind it.
+    #[error("device {device} does not take the XDP program")]
+    Device {
+        /// Its name.
+        device: String,
+        /// What the kernel says.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The network namespace of this thread cannot be opened.
     #[error("cannot open this thread's network namespace")]
     Namespace(#[source] io::Error),

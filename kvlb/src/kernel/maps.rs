@@ -1,11 +1,15 @@
 //! The maps themselves, each by its type.
 
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::BorrowedFd;
 
 use aya::Ebpf;
+use aya::maps::lpm_trie::{Key, LpmTrie};
 use aya::maps::{Array, HashMap, IterableMap as _, Map, MapData, MapError, PerCpuArray, PerCpuValues, SockMap};
 use aya::util::nr_cpus;
-use kvlb_common::{ENDPOINT_BYTES, Endpoint, VipInfo, VipKey, VipStats};
+use kvlb_common::{
+    Bucket, ENDPOINT_BYTES, Endpoint, FrameStats, LIST_BITS, Network4, Network6, Source, VipInfo, VipKey, VipStats,
+};
 
 use super::Error;
 use super::pins::{self, PinDir};
@@ -18,7 +22,14 @@ pub(super) struct Maps {
     endpoints: Array<MapData, [u8; ENDPOINT_BYTES]>,
     stats: PerCpuArray<MapData, VipStats>,
     listeners: SockMap<MapData>,
+    networks4: LpmTrie<MapData, Network4, u32>,
+    networks6: LpmTrie<MapData, Network6, u32>,
+    sources: HashMap<MapData, Source, Bucket>,
+    frames: PerCpuArray<MapData, FrameStats>,
 }
+
+/// The name of the map of sources, whose size depends on whether it is used.
+pub(super) const SOURCES: &str = "KVLB_SYN";
 
 impl Maps {
     /// Takes the maps out of the loaded object.
@@ -28,6 +39,10 @@ impl Maps {
             endpoints: typed(ebpf, "KVLB_EPS")?,
             stats: typed(ebpf, "KVLB_STATS")?,
             listeners: typed(ebpf, "KVLB_LISTEN")?,
+            networks4: typed(ebpf, "KVLB_ACL4")?,
+            networks6: typed(ebpf, "KVLB_ACL6")?,
+            sources: typed(ebpf, SOURCES)?,
+            frames: typed(ebpf, "KVLB_FRAMES")?,
         })
     }
 
@@ -42,8 +57,16 @@ impl Maps {
     }
 
     /// Each map with its pin's name.
-    fn pinned(&self) -> [(&'static str, &MapData); 3] {
-        [(pins::VIPS, self.vips.map()), (pins::ENDPOINTS, self.endpoints.map()), (pins::STATS, self.stats.map())]
+    fn pinned(&self) -> [(&'static str, &MapData); 7] {
+        [
+            (pins::VIPS, self.vips.map()),
+            (pins::ENDPOINTS, self.endpoints.map()),
+            (pins::STATS, self.stats.map()),
+            (pins::NETWORKS4, self.networks4.map()),
+            (pins::NETWORKS6, self.networks6.map()),
+            (pins::SOURCES, self.sources.map()),
+            (pins::FRAMES, self.frames.map()),
+        ]
     }
 
     /// Puts `listener` at `index`, in place of any that is there.
@@ -61,6 +84,12 @@ impl Maps {
         let values = self.stats.get(&id, 0).map_err(failed("read", "KVLB_STATS"))?;
         Ok(values.iter().copied().fold(VipStats::default(), VipStats::plus))
     }
+
+    /// The counters of frames for no VIP, all CPUs together.
+    pub(super) fn frames(&self) -> Result<FrameStats, Error> {
+        let values = self.frames.get(&0, 0).map_err(failed("read", "KVLB_FRAMES"))?;
+        Ok(values.iter().copied().fold(FrameStats::default(), FrameStats::plus))
+    }
 }
 
 impl Sink for Maps {
@@ -76,6 +105,25 @@ impl Sink for Maps {
         absent_is_fine(self.vips.remove(key)).map_err(failed("remove an entry of", "KVLB_VIPS"))
     }
 
+    fn set_network(&mut self, list: u32, (addr, bits): (IpAddr, u8), rule: u32) -> Result<(), Error> {
+        match addr {
+            IpAddr::V4(v4) => {
+                self.networks4.insert(&key4(list, v4, bits), rule, 0).map_err(failed("write", "KVLB_ACL4"))
+            }
+            IpAddr::V6(v6) => {
+                self.networks6.insert(&key6(list, v6, bits), rule, 0).map_err(failed("write", "KVLB_ACL6"))
+            }
+        }
+    }
+
+    fn remove_network(&mut self, list: u32, (addr, bits): (IpAddr, u8)) -> Result<(), Error> {
+        let (removed, map) = match addr {
+            IpAddr::V4(v4) => (self.networks4.remove(&key4(list, v4, bits)), "KVLB_ACL4"),
+            IpAddr::V6(v6) => (self.networks6.remove(&key6(list, v6, bits)), "KVLB_ACL6"),
+        };
+        absent_is_fine(removed).map_err(failed("remove an entry of", map))
+    }
+
     fn clear_stats(&mut self, id: u32) -> Result<(), Error> {
         let zero = || -> Result<PerCpuValues<VipStats>, MapError> {
             let cpus = nr_cpus().map_err(|(_, error)| error)?;
@@ -84,6 +132,14 @@ impl Sink for Maps {
         let cleared = zero().and_then(|zero| self.stats.set(id, zero, 0));
         cleared.map_err(failed("clear", "KVLB_STATS"))
     }
+}
+
+fn key4(list: u32, addr: Ipv4Addr, bits: u8) -> Key<Network4> {
+    Key::new(LIST_BITS + u32::from(bits), Network4 { list, addr: addr.octets() })
+}
+
+fn key6(list: u32, addr: Ipv6Addr, bits: u8) -> Key<Network6> {
+    Key::new(LIST_BITS + u32::from(bits), Network6 { list, addr: addr.octets() })
 }
 
 /// The map `name` out of the object, by the type that its Rust name says.

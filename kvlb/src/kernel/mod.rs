@@ -1,5 +1,5 @@
-//! The kernel's share: new connections to a VIP reach the data threads' listeners, and the kernel's maps mirror what the
-//! fleet knows of its endpoints.
+//! The kernel's share: new connections to a VIP reach the data threads' listeners, the kernel's maps mirror what the fleet
+//! knows of its endpoints, and devices with admission drop SYNs that no rule wants.
 //!
 //! Owns the eBPF object (built from `kvlb-ebpf`, committed), its maps and their pins, the link to the network namespace,
 //! and the local routes of VIPs. Never decides who is healthy, never touches an address or a route that it did not add.
@@ -12,6 +12,7 @@
 //! All calls block for microseconds per changed VIP, so that an asynchronous caller may make them in place.
 //! Linux before 5.9 has no `SK_LOOKUP`; without it, or without privileges, the proxy binds the VIPs itself.
 
+mod admission;
 mod error;
 mod log;
 mod maps;
@@ -29,11 +30,13 @@ use std::path::PathBuf;
 
 use aya::programs::SkLookup;
 use aya::{Ebpf, EbpfError, EbpfLoader};
-pub use kvlb_common::{ENDPOINTS_MAX, EndpointState, LISTENERS_MAX, VIPS_MAX, VipStats};
+pub use kvlb_common::{ENDPOINTS_MAX, EndpointState, FrameStats, LISTENERS_MAX, VIPS_MAX, VipStats};
 
+pub use admission::AdmissionMode;
 pub use error::Error;
 pub use log::{DRAIN_INTERVAL, ProgramLog};
 
+use admission::Admitting;
 use error::Outcome;
 use maps::Maps;
 use pins::PinDir;
@@ -52,12 +55,14 @@ pub struct Config {
     /// Where the maps are pinned, below a BPF file system. One kvlb at a time holds a directory; several side by side
     /// each need their own.
     pub pin_dir: PathBuf,
+    /// The devices that have admission, by their names in the network namespace.
+    pub xdp_devices: Vec<String>,
 }
 
 impl Default for Config {
-    /// `/sys/fs/bpf/kvlb`: the BPF file system's usual place.
+    /// `/sys/fs/bpf/kvlb`: the BPF file system's usual place. No device.
     fn default() -> Self {
-        Self { pin_dir: PathBuf::from("/sys/fs/bpf/kvlb") }
+        Self { pin_dir: PathBuf::from("/sys/fs/bpf/kvlb"), xdp_devices: Vec::new() }
     }
 }
 
@@ -77,6 +82,22 @@ pub struct Vip {
     pub no_endpoint: NoEndpoint,
     /// Whether it takes new connections.
     pub phase: Phase,
+    /// Networks whose clients may connect, each as its first address and how many bits of that count; empty: anyone may.
+    pub allowed: Vec<(IpAddr, u8)>,
+    /// How often one source may open a connection, where SYNs arrive at a device with admission.
+    pub syn: Option<SynLimit>,
+}
+
+/// How often one source may open a connection: a rule's `synRate` and `synBurst`. A source has one bucket at all VIPs
+/// that are limited by the same rule.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SynLimit {
+    /// The rule.
+    pub rule: u32,
+    /// SYNs each second; 0: no limit.
+    pub per_sec: u32,
+    /// SYNs at once.
+    pub burst: u32,
 }
 
 /// Who answers a connection while no endpoint of the VIP is up: the rule's `noEndpoint`.
@@ -123,6 +144,9 @@ pub struct Kernel {
     /// Another process has the pins and routes: nothing of them is touched.
     joined: bool,
     log: Option<ProgramLog>,
+    /// The devices that are to have admission, and those that have it.
+    xdp_devices: Vec<String>,
+    admitting: Vec<Admitting>,
     /// Owns the program and its link: steering ends when it is dropped.
     ebpf: Ebpf,
 }
@@ -135,33 +159,42 @@ impl Kernel {
     /// a crashed predecessor has left in the directory, and takes over the routes it had added.
     ///
     /// # Errors
-    /// [`Error::Privileges`], [`Error::NoBpffs`], [`Error::InUse`], [`Error::Program`] and others, each saying what is
-    /// missing. Nothing is left behind.
+    /// [`Error::Privileges`], [`Error::NoBpffs`], [`Error::InUse`], [`Error::Program`], [`Error::NoDevice`],
+    /// [`Error::DeviceHeld`] and others, each saying what is missing. Nothing is left behind.
     pub fn load(config: &Config) -> Result<Self, Error> {
+        admission::check(&config.xdp_devices)?;
         let pins = PinDir::open(&config.pin_dir)?;
         let routes = Routes::open(pins.stale().1)?;
         pins.clear()?;
-        let mut ebpf = EbpfLoader::new().load(OBJECT).map_err(error::from_program)?;
-        let log = ProgramLog::open(&mut ebpf);
-        let maps = Maps::take(&mut ebpf)?;
+        let (mut ebpf, log, maps) = programs(config)?;
         maps.pin(&pins)?;
         attach(&mut ebpf)?;
-        Ok(Self { table: Table::default(), maps, routes, pins, joined: false, log, ebpf })
+        let xdp_devices = config.xdp_devices.clone();
+        let admitting = if xdp_devices.is_empty() { Vec::new() } else { admission::attach(&mut ebpf, &xdp_devices)? };
+        Ok(Self { table: Table::default(), maps, routes, pins, joined: false, log, xdp_devices, admitting, ebpf })
     }
 
     /// Loads the program and its maps beside those of a process that hands over, whose lock of the pin directory this is.
     ///
-    /// Nothing is steered until [`Kernel::attach`], and pins and routes stay the other's until [`Kernel::own`].
+    /// Nothing is steered until [`Kernel::attach`], and pins, routes and devices stay the other's until [`Kernel::own`].
     ///
     /// # Errors
     /// As [`Kernel::load`].
     pub fn join(config: &Config, lock: File) -> Result<Self, Error> {
-        let pins = PinDir::given(&config.pin_dir, lock);
-        let routes = Routes::open(Vec::new())?;
-        let mut ebpf = EbpfLoader::new().load(OBJECT).map_err(error::from_program)?;
-        let log = ProgramLog::open(&mut ebpf);
-        let maps = Maps::take(&mut ebpf)?;
-        Ok(Self { table: Table::default(), maps, routes, pins, joined: true, log, ebpf })
+        let mut pins = PinDir::given(&config.pin_dir, lock);
+        let made =
+            admission::check(&config.xdp_devices).and_then(|()| Ok((Routes::open(Vec::new())?, programs(config)?)));
+        let (routes, (ebpf, log, maps)) = match made {
+            Ok(made) => made,
+            Err(error) => {
+                // They are the other's still.
+                pins.forget();
+                return Err(error);
+            }
+        };
+        let xdp_devices = config.xdp_devices.clone();
+        let (table, admitting) = (Table::default(), Vec::new());
+        Ok(Self { table, maps, routes, pins, joined: true, log, xdp_devices, admitting, ebpf })
     }
 
     /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
@@ -187,12 +220,25 @@ impl Kernel {
         Ok(vips)
     }
 
-    /// Ends the steering, and leaves pins and routes to another process, which steers already.
+    /// Judges frames at the devices that are to have admission, once the process that hands over has let go of them: for a
+    /// moment between the two nobody does.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], [`Error::DeviceHeld`], [`Error::Device`]; then none of them has admission.
+    pub fn admit(&mut self) -> Result<(), Error> {
+        if self.admitting.is_empty() && !self.xdp_devices.is_empty() {
+            self.admitting = admission::attach(&mut self.ebpf, &self.xdp_devices)?;
+        }
+        Ok(())
+    }
+
+    /// Ends steering and admission, and leaves pins and routes to another process, which steers already.
     ///
     /// # Errors
     /// [`Error::Program`] where the program stays until the process ends.
     pub fn let_go(&mut self) -> Result<(), Error> {
         self.joined = true;
+        self.admitting.clear();
         self.routes.forget();
         self.pins.forget();
         let mut run = || -> Result<(), EbpfError> {
@@ -277,6 +323,24 @@ impl Kernel {
         program.info().ok().map(|info| info.id())
     }
 
+    /// The counters of frames that arrived at devices with admission and are for no VIP, all CPUs together.
+    ///
+    /// # Errors
+    /// [`Error::Map`] when the kernel does not give them.
+    pub fn frames(&self) -> Result<FrameStats, Error> {
+        self.maps.frames()
+    }
+
+    /// The devices that have admission, and where their frames are judged.
+    pub fn admission(&self) -> Vec<(String, AdmissionMode)> {
+        self.admitting.iter().map(|at| (at.device.clone(), at.mode)).collect()
+    }
+
+    /// The kernel's id of the admission program, where a device is to have admission.
+    pub fn admission_id(&self) -> Option<u32> {
+        admission::id(&self.ebpf)
+    }
+
     /// Where the maps are pinned.
     pub fn pin_dir(&self) -> &std::path::Path {
         self.pins.path()
@@ -293,6 +357,7 @@ impl Kernel {
             self.pins.forget();
             return Ok(());
         }
+        self.admitting.clear();
         outcome.note(self.routes.retain(&BTreeSet::new()));
         outcome.note(self.pins.remove());
         outcome.finish()
@@ -311,6 +376,20 @@ impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Kernel").field("pin_dir", &self.pin_dir()).field("table", &self.table).finish_non_exhaustive()
     }
+}
+
+/// The object in the kernel: its programs' log, its maps, and the admission program where a device needs it.
+fn programs(config: &Config) -> Result<(Ebpf, Option<ProgramLog>, Maps), Error> {
+    let admits = !config.xdp_devices.is_empty();
+    let sources = if admits { kvlb_common::SOURCES_MAX } else { 1 };
+    let mut ebpf =
+        EbpfLoader::new().map_max_entries(maps::SOURCES, sources).load(OBJECT).map_err(error::from_program)?;
+    let log = ProgramLog::open(&mut ebpf);
+    let maps = Maps::take(&mut ebpf)?;
+    if admits {
+        admission::load(&mut ebpf)?;
+    }
+    Ok((ebpf, log, maps))
 }
 
 /// Attaches the program to the network namespace of this thread.

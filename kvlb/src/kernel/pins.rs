@@ -25,7 +25,11 @@ const BPFFS: &str = "/sys/fs/bpf";
 pub(super) const VIPS: &str = "VIPS";
 pub(super) const ENDPOINTS: &str = "EPS";
 pub(super) const STATS: &str = "STATS";
-const PINS: [&str; 3] = [VIPS, ENDPOINTS, STATS];
+pub(super) const NETWORKS4: &str = "ACL4";
+pub(super) const NETWORKS6: &str = "ACL6";
+pub(super) const SOURCES: &str = "SYN";
+pub(super) const FRAMES: &str = "FRAMES";
+const PINS: [&str; 7] = [VIPS, ENDPOINTS, STATS, NETWORKS4, NETWORKS6, SOURCES, FRAMES];
 
 /// Behind a name while the pin waits to take its place.
 const NEXT: &str = "_NEXT";

@@ -2,13 +2,15 @@
 //!
 //! A reader of the maps finds a VIP by its key, then its endpoints by the run that its value names. So a new run is
 //! written before the VIP that names it, an old one is cleared after the last VIP that named it, and a run in use
-//! changes in states and weights only, each a word that the kernel writes at once.
+//! changes in states and weights only, each a word that the kernel writes at once. A list of networks is found and written
+//! in the same way, and never changes: other networks are another list.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use kvlb_common::{
-    ENDPOINTS_MAX, Endpoint, EndpointState, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey, addr_bytes,
+    ENDPOINTS_MAX, Endpoint, EndpointState, VIP_ALLOWED, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey,
+    addr_bytes,
 };
 
 use super::error::Outcome;
@@ -23,9 +25,19 @@ pub(super) trait Sink {
     fn set_vip(&mut self, key: &VipKey, info: &VipInfo) -> Result<(), Error>;
     /// Removes one VIP.
     fn remove_vip(&mut self, key: &VipKey) -> Result<(), Error>;
+    /// Adds a network to a list in `ACL4` or `ACL6`, for `rule`.
+    fn set_network(&mut self, list: u32, network: Network, rule: u32) -> Result<(), Error>;
+    /// Removes a network from a list.
+    fn remove_network(&mut self, list: u32, network: Network) -> Result<(), Error>;
     /// Sets one entry of `STATS` to zero.
     fn clear_stats(&mut self, id: u32) -> Result<(), Error>;
 }
+
+/// A network: its first address, and how many bits of it count.
+pub(super) type Network = (IpAddr, u8);
+
+/// Lists that there may be: one for each VIP, and one more for each whose list is just being replaced.
+const LISTS_MAX: u32 = 2 * VIPS_MAX;
 
 /// A list of VIPs that is fit to be written.
 #[derive(Debug)]
@@ -71,9 +83,18 @@ struct Run {
 }
 
 #[derive(Debug)]
+struct List {
+    id: u32,
+    /// How many VIPs name it.
+    users: usize,
+}
+
+#[derive(Debug)]
 struct Row {
     info: VipInfo,
     run: RunKey,
+    /// Empty: anyone may connect.
+    allowed: Vec<Network>,
 }
 
 /// What the maps hold.
@@ -81,8 +102,11 @@ struct Row {
 pub(super) struct Table {
     vips: BTreeMap<SocketAddr, Row>,
     runs: BTreeMap<RunKey, Run>,
+    lists: BTreeMap<Vec<Network>, List>,
     /// Free entries of `EPS`.
     slots: Slots,
+    /// Free numbers of lists.
+    list_ids: Slots,
     /// Free entries of `STATS`.
     ids: Slots,
     workers: u32,
@@ -90,8 +114,15 @@ pub(super) struct Table {
 
 impl Default for Table {
     fn default() -> Self {
-        let (slots, ids) = (Slots::new(ENDPOINTS_MAX), Slots::new(VIPS_MAX));
-        Self { vips: BTreeMap::new(), runs: BTreeMap::new(), slots, ids, workers: 0 }
+        Self {
+            vips: BTreeMap::new(),
+            runs: BTreeMap::new(),
+            lists: BTreeMap::new(),
+            slots: Slots::new(ENDPOINTS_MAX),
+            list_ids: Slots::new(LISTS_MAX),
+            ids: Slots::new(VIPS_MAX),
+            workers: 0,
+        }
     }
 }
 
@@ -151,40 +182,50 @@ impl Table {
     fn write(&mut self, at: SocketAddr, vip: &Vip, routed: bool, sink: &mut impl Sink) -> Result<(), Error> {
         let run = run_key(vip);
         let (ep_base, ep_count) = self.place(&run, &vip.endpoints, sink)?;
-        let id = match self.id(at, sink) {
-            Ok(id) => id,
-            Err(error) => return self.release(&run, sink).and(Err(error)),
+        let rule = vip.rules.first().copied().unwrap_or_default();
+        let named = self.enlist(&vip.allowed, rule, sink).and_then(|list| Ok((list, self.id(at, sink)?)));
+        let (list, id) = match named {
+            Ok(named) => named,
+            Err(error) => return self.release_all(&run, &vip.allowed, sink).and(Err(error)),
         };
+        let syn = vip.syn.unwrap_or_default();
         let info = VipInfo {
             id,
-            rule: vip.rules.first().copied().unwrap_or_default(),
+            rule,
             flags: flags(vip, routed),
             ep_base,
             ep_count,
             healthy: healthy(&vip.endpoints),
             listener: 0,
             workers: self.workers,
-            ..VipInfo::default()
+            syn_per_sec: syn.per_sec,
+            syn_burst: syn.burst,
+            syn_rule: syn.rule,
+            allowed: list,
         };
-        self.put(at, info, run, sink)
+        self.put(at, Row { info, run, allowed: vip.allowed.clone() }, sink)
     }
 
-    /// Puts `info` into the map if it is not there, and counts the run's users.
-    fn put(&mut self, at: SocketAddr, info: VipInfo, run: RunKey, sink: &mut impl Sink) -> Result<(), Error> {
-        if self.vips.get(&at).is_some_and(|row| row.info == info && row.run == run) {
+    /// Puts the row into the map if it is not there, and counts the users of its run and list.
+    fn put(&mut self, at: SocketAddr, row: Row, sink: &mut impl Sink) -> Result<(), Error> {
+        let same = |there: &Row| there.info == row.info && there.run == row.run && there.allowed == row.allowed;
+        if self.vips.get(&at).is_some_and(same) {
             return Ok(());
         }
-        if let Err(error) = sink.set_vip(&key(at), &info) {
+        if let Err(error) = sink.set_vip(&key(at), &row.info) {
             if !self.vips.contains_key(&at) {
-                self.ids.give(info.id, 1);
+                self.ids.give(row.info.id, 1);
             }
-            return self.release(&run, sink).and(Err(error));
+            return self.release_all(&row.run, &row.allowed, sink).and(Err(error));
         }
-        if let Some(run) = self.runs.get_mut(&run) {
+        if let Some(run) = self.runs.get_mut(&row.run) {
             run.users += 1;
         }
-        match self.vips.insert(at, Row { info, run }) {
-            Some(before) => self.leave(&before.run, sink),
+        if let Some(list) = self.lists.get_mut(&row.allowed) {
+            list.users += 1;
+        }
+        match self.vips.insert(at, row) {
+            Some(before) => self.leave(&before, sink),
             None => Ok(()),
         }
     }
@@ -194,10 +235,43 @@ impl Table {
         match self.vips.remove(&at) {
             Some(row) => {
                 self.ids.give(row.info.id, 1);
-                self.leave(&row.run, sink)
+                self.leave(&row, sink)
             }
             None => Ok(()),
         }
+    }
+
+    /// The number of the list of these networks, which is written if it is not there; 0 for none.
+    fn enlist(&mut self, networks: &[Network], rule: u32, sink: &mut impl Sink) -> Result<u32, Error> {
+        if networks.is_empty() {
+            return Ok(0);
+        }
+        if let Some(list) = self.lists.get(networks) {
+            return Ok(list.id);
+        }
+        let full = || Error::Full { what: "lists of sources", wanted: 1, max: LISTS_MAX };
+        let id = self.list_ids.take(1).ok_or_else(full)?;
+        for network in networks {
+            if let Err(error) = sink.set_network(id, *network, rule) {
+                return self.unlist(id, networks, sink).and(Err(error));
+            }
+        }
+        self.lists.insert(networks.to_vec(), List { id, users: 0 });
+        Ok(id)
+    }
+
+    /// Removes the list's networks, and frees its number once none of them is left.
+    fn unlist(&mut self, id: u32, networks: &[Network], sink: &mut impl Sink) -> Result<(), Error> {
+        let mut outcome = Outcome::default();
+        for network in networks {
+            outcome.note(sink.remove_network(id, *network));
+        }
+        let removed = outcome.finish();
+        // What may still be on the list must not be on another's: the number is lost rather than used again.
+        if removed.is_ok() {
+            self.list_ids.give(id, 1);
+        }
+        removed
     }
 
     /// Brings the run's entries up to date, or writes a new one. Returns its first entry and their number.
@@ -225,12 +299,26 @@ impl Table {
         Ok((base, len))
     }
 
-    /// One VIP less names this run.
-    fn leave(&mut self, key: &RunKey, sink: &mut impl Sink) -> Result<(), Error> {
-        if let Some(run) = self.runs.get_mut(key) {
+    /// One VIP less names this row's run and list.
+    fn leave(&mut self, row: &Row, sink: &mut impl Sink) -> Result<(), Error> {
+        if let Some(run) = self.runs.get_mut(&row.run) {
             run.users -= 1;
         }
-        self.release(key, sink)
+        if let Some(list) = self.lists.get_mut(&row.allowed) {
+            list.users -= 1;
+        }
+        self.release_all(&row.run, &row.allowed, sink)
+    }
+
+    /// Frees the run and the list, each if no VIP names it.
+    fn release_all(&mut self, run: &RunKey, networks: &[Network], sink: &mut impl Sink) -> Result<(), Error> {
+        let mut outcome = Outcome::default();
+        outcome.note(self.release(run, sink));
+        let unused = self.lists.get(networks).is_some_and(|list| list.users == 0);
+        if let Some(list) = unused.then(|| self.lists.remove(networks)).flatten() {
+            outcome.note(self.unlist(list.id, networks, sink));
+        }
+        outcome.finish()
     }
 
     /// Clears the run's entries and frees them if no VIP names them.
@@ -260,7 +348,7 @@ impl Table {
         Ok(id)
     }
 
-    /// A run is there exactly as long as VIPs name it.
+    /// A run or list is there exactly as long as VIPs name it.
     fn check_invariants(&self) {
         if cfg!(debug_assertions) {
             let mut users = BTreeMap::new();
@@ -268,6 +356,11 @@ impl Table {
                 *users.entry(&row.run).or_insert(0) += 1;
             }
             assert!(self.runs.iter().map(|(key, run)| (key, run.users)).eq(users), "{self:?}");
+            let mut users = BTreeMap::new();
+            for row in self.vips.values().filter(|row| !row.allowed.is_empty()) {
+                *users.entry(&row.allowed).or_insert(0) += 1;
+            }
+            assert!(self.lists.iter().map(|(key, list)| (key, list.users)).eq(users), "{self:?}");
         }
     }
 }
@@ -294,7 +387,8 @@ fn flags(vip: &Vip, routed: bool) -> u32 {
     let reset = if vip.no_endpoint == NoEndpoint::Reset { VIP_RESET } else { 0 };
     let draining = if vip.phase == Phase::Draining { VIP_DRAINING } else { 0 };
     let route = if routed { VIP_ROUTE } else { 0 };
-    reset | draining | route
+    let allowed = if vip.allowed.is_empty() { 0 } else { VIP_ALLOWED };
+    reset | draining | route | allowed
 }
 
 #[cfg(test)]

@@ -242,6 +242,14 @@ families! {
     /// Connections that the kernel did not steer although the VIP is ours, by VIP.
     not_steered: counters("kvlb_kernel_not_steered_total", ["vip"]);
 
+    /// Frames for a VIP at the devices of `--xdp-dev`, by what became of them: `syn` and `other` passed; `rate` (more than
+    /// `synRate`), `acl` (not in `allowedSources`) and `cut` (a fragment that hides TCP's flags) were dropped.
+    xdp_packets: counters("kvlb_xdp_packets_total", ["vip", "verdict"]);
+    /// Frames for no VIP there: `foreign`, `fragment` and `malformed` passed, `chain` (too many IPv6 headers) were dropped.
+    xdp_frames: counters("kvlb_xdp_frames_total", ["kind"]);
+    /// 1 for each device at which frames are judged, by its driver (`native`) or behind it (`generic`).
+    xdp_attached: gauges("kvlb_xdp_attached", ["device", "mode"]);
+
     // The access log.
     /// Lines of the access log that were written.
     access_log_lines: counter("kvlb_access_log_lines_total");

@@ -37,7 +37,7 @@ impl Lab {
         };
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let pins = PathBuf::from(format!("/sys/fs/bpf/kvlb-test-{}-{number}", std::process::id()));
-        let probe = Config { pin_dir: pins.clone() };
+        let probe = Config { pin_dir: pins.clone(), ..Config::default() };
         match namespace.run(move || Kernel::load(&probe).and_then(Kernel::shutdown)) {
             Err(error @ Error::Privileges { .. }) => skip(&error.to_string()),
             other => {
@@ -51,6 +51,12 @@ impl Lab {
     pub(crate) fn run(self, test: impl FnOnce(&Inside) + Send + 'static) {
         let inside = Inside { pins: self.pins };
         self.namespace.run(move || test(&inside));
+    }
+
+    /// What a shell command prints inside.
+    pub(crate) fn sh(&self, command: &str) -> String {
+        let command = command.to_owned();
+        self.namespace.run(move || sh(&command))
     }
 
     /// Another namespace, joined to this one by a cable: `lan` here, `wan` there.
@@ -73,7 +79,7 @@ pub(crate) struct Inside {
 
 impl Inside {
     pub(crate) fn load(&self) -> Kernel {
-        Kernel::load(&Config { pin_dir: self.pins.clone() }).unwrap()
+        Kernel::load(&Config { pin_dir: self.pins.clone(), ..Config::default() }).unwrap()
     }
 }
 
@@ -137,13 +143,19 @@ impl Child {
     }
 
     /// The rest of the first line that has `mark`.
-    fn wait_for(&mut self, mark: &str) -> String {
+    pub(crate) fn wait_for(&mut self, mark: &str) -> String {
         for line in (&mut self.output).lines() {
             if let Some((_, rest)) = line.unwrap().split_once(mark) {
                 return rest.trim().to_owned();
             }
         }
         panic!("the child ended without {mark:?}");
+    }
+
+    /// Kills it.
+    pub(crate) fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
     }
 
     /// All that it says until it ends.
@@ -164,8 +176,7 @@ pub(crate) fn kill_holder(pins: &Path) -> u32 {
     let mut child = Child::start(Command::new(this_program()), "child_that_holds", pins);
     let program = child.wait_for("holding ").parse().unwrap();
     assert!(is_loaded(program));
-    child.process.kill().unwrap();
-    child.process.wait().unwrap();
+    child.kill();
     program
 }
 
@@ -239,6 +250,46 @@ pub(crate) fn test_run(program: u32, protocol: u32, to: SocketAddr) -> u64 {
     let text = sh(&format!("bpftool --json prog run id {program} ctx_in {}", file.display()));
     let answer: Value = serde_json::from_str(&text).unwrap();
     answer["retval"].as_u64().unwrap_or_else(|| panic!("{text}"))
+}
+
+/// The admission program's answer to a frame that arrives so often, and the frame as it leaves it: `BPF_PROG_TEST_RUN`.
+pub(crate) fn xdp_run(program: u32, frame: &[u8], times: u64) -> (u64, Vec<u8>) {
+    let dir = tempfile::tempdir().unwrap();
+    let (before, after) = (dir.path().join("before"), dir.path().join("after"));
+    fs::write(&before, frame).unwrap();
+    let files = format!("data_in {} data_out {}", before.display(), after.display());
+    let text = sh(&format!("bpftool --json prog run id {program} {files} repeat {times}"));
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    (answer["retval"].as_u64().unwrap_or_else(|| panic!("{text}")), fs::read(&after).unwrap())
+}
+
+/// Nanoseconds that the admission program takes for a frame, on average over a million.
+pub(crate) fn xdp_cost(program: u32, frame: &[u8]) -> u64 {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("frame");
+    fs::write(&file, frame).unwrap();
+    let text = sh(&format!("bpftool --json prog run id {program} data_in {} repeat 1000000", file.display()));
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    answer["duration"].as_u64().unwrap_or_else(|| panic!("{text}"))
+}
+
+/// Whether a program judges frames at a device.
+pub(crate) fn has_xdp(device: &str) -> bool {
+    sh(&format!("ip link show dev {device}")).contains("prog/xdp")
+}
+
+/// A device's hardware address.
+pub(crate) fn mac(device: &str) -> [u8; 6] {
+    let shown: Value = serde_json::from_str(&sh(&format!("ip -j link show dev {device}"))).unwrap();
+    let text = shown[0]["address"].as_str().unwrap();
+    let bytes: Vec<_> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).unwrap()).collect();
+    bytes.try_into().unwrap()
+}
+
+/// Frames that a device could not send.
+pub(crate) fn tx_dropped(device: &str) -> u64 {
+    let shown: Value = serde_json::from_str(&sh(&format!("ip -j -s link show dev {device}"))).unwrap();
+    shown[0]["stats64"]["tx"]["dropped"].as_u64().unwrap()
 }
 
 /// `struct bpf_sk_lookup` (linux/bpf.h) of a connection from 10.77.0.2 or `fd77::2`, port 40000.

@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what went wrong")]
 
+mod admission;
+mod frames;
 mod lab;
 
 use std::io::{self, BufRead, BufReader, Write};
@@ -21,7 +23,17 @@ use lab::{Child, Lab, TCP, UDP};
 /// The VIP of most tests, an address of no device.
 const VIP: &str = "10.98.0.1";
 
-const NONE: VipStats = VipStats { steered: 0, refused: 0, no_listener: 0 };
+const NONE: VipStats = VipStats {
+    steered: 0,
+    refused: 0,
+    no_listener: 0,
+    denied: 0,
+    syn_passed: 0,
+    syn_over_rate: 0,
+    syn_denied: 0,
+    cut: 0,
+    other: 0,
+};
 
 #[test]
 fn a_client_elsewhere_reaches_a_listener_on_loopback_that_sees_the_vip_as_its_own_address() {
@@ -391,10 +403,10 @@ fn one_process_holds_a_pin_directory_and_another_runs_beside_it_in_its_own() {
     let Some(lab) = Lab::new() else { return };
     lab.run(|lab| {
         let mut first = lab.load();
-        let refused = Kernel::load(&Config { pin_dir: lab.pins.clone() }).unwrap_err();
+        let refused = Kernel::load(&Config { pin_dir: lab.pins.clone(), ..Config::default() }).unwrap_err();
         assert!(matches!(refused, Error::InUse { .. }), "{refused:?}");
         let beside = lab.pins.parent().unwrap().join(format!("{}-b", lab.pins.file_name().unwrap().display()));
-        let mut second = Kernel::load(&Config { pin_dir: beside.clone() }).unwrap();
+        let mut second = Kernel::load(&Config { pin_dir: beside.clone(), ..Config::default() }).unwrap();
         let (one, two) = (listen("127.0.0.1:0"), listen("127.0.0.1:0"));
         first.set_listeners(&[one.as_fd()]).unwrap();
         second.set_listeners(&[two.as_fd()]).unwrap();
@@ -453,7 +465,7 @@ fn the_daemon_may_move_it_between_threads() {
 #[test]
 fn child_that_holds() {
     let Some(pin_dir) = lab::pin_dir_from_parent() else { return };
-    let mut kernel = Kernel::load(&Config { pin_dir }).unwrap();
+    let mut kernel = Kernel::load(&Config { pin_dir, ..Config::default() }).unwrap();
     kernel.sync(&[vip(VIP, 80, &[]), vip("10.98.0.2", 80, &[])]).unwrap();
     lab::tell(&format!("holding {}", kernel.program_id().unwrap()));
     loop {
@@ -466,7 +478,7 @@ fn child_that_holds() {
 fn child_that_loads() {
     let Some(pin_dir) = lab::pin_dir_from_parent() else { return };
     let run = || -> Result<(), Error> {
-        let mut kernel = Kernel::load(&Config { pin_dir })?;
+        let mut kernel = Kernel::load(&Config { pin_dir, ..Config::default() })?;
         kernel.set_listeners(&[listen("127.0.0.1:0").as_fd()])?;
         kernel.sync(&[vip(VIP, 80, &[])])?;
         kernel.shutdown()
@@ -493,6 +505,8 @@ fn vip(addr: &str, port: u16, endpoints: &[VipEndpoint]) -> Vip {
         endpoints: endpoints.to_vec(),
         no_endpoint: NoEndpoint::Proxy,
         phase: Phase::Serving,
+        allowed: Vec::new(),
+        syn: None,
     }
 }
 

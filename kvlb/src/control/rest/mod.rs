@@ -269,12 +269,19 @@ async fn status(State(api): Shared) -> Json<Value> {
     let endpoints: usize = entries.iter().filter_map(|e| e.rule.as_ref().ok()).map(|rule| rule.endpoints.len()).sum();
     let degraded: Vec<_> =
         api.live.degraded().into_iter().map(|(what, why)| json!({"what": what, "why": why})).collect();
+    let devices: Vec<_> = api
+        .live
+        .admission_devices()
+        .into_iter()
+        .map(|(device, mode)| json!({"device": device, "mode": mode}))
+        .collect();
     let about = &api.about;
     let takeover = about.takeover.as_ref();
     Json(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "ready": store.is_some(),
         "datapath": {"mode": about.datapath, "detail": about.datapath_detail},
+        "xdp": devices,
         "io": about.io,
         "threads": about.threads,
         "api": about.api.to_string(),

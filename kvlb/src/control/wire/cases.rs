@@ -143,6 +143,7 @@ fn every_served_field_has_its_effect() {
             "kvZmqPort": 6000, "kvWarmupSec": 0, "kvEngineType": "vllm", "kvDpRankCount": 2, "kvReplayPort": 6100,
             "kvScore": "count", "kvKeying": "rehash", "decisionHeaders": true,
             "kvTierWeights": {"cpu": 0.5}, "kvObserve": true,
+            "synRate": 20, "synBurst": 30,
             "maxInspectBytes": 1024, "forwardedHeaders": false, "clientHalfClose": "allow"}),
         json!({"allowedSources": [{"prefix": "10.0.0.1/8"}, {"prefix": "::1"}],
             "endpoints": [{"endpointIP": "engine-0.local", "targetPort": 1, "weight": 200},
@@ -176,6 +177,7 @@ fn every_served_field_has_its_effect() {
     assert_eq!(rule.kv.tier_weights, TierWeights { cpu: 500, storage: 0 });
     assert!(rule.decision_headers && rule.client_half_close);
     assert_eq!(rule.allowed_sources.len(), 2);
+    assert_eq!(rule.syn, Some(crate::fleet::SynRule { per_sec: 20, burst: 30 }));
     let weights: Vec<_> = rule.endpoints.iter().map(|e| (e.key.to_string(), e.weight, e.admin_down)).collect();
     assert_eq!(
         weights,
@@ -464,6 +466,19 @@ fn bad_probes_and_limits_are_refused_by_name() {
         (service(json!({"inactiveTimeOut": 60, "timeoutMemberData": 60})), "contradiction", "different times"),
         (service(json!({"clientHalfClose": "yes"})), "bad_value", "leave or allow"),
         (service(json!({"maxInspectBytes": 2_000_000_000})), "out_of_range", "maxInspectBytes"),
+    ]);
+}
+
+#[test]
+fn a_burst_is_a_seconds_worth_unless_said_and_needs_a_rate() {
+    let of = |args: Value| rule(&service(args)).map(|rule| rule.syn.map(|syn| (syn.per_sec, syn.burst)));
+    assert_eq!(of(json!({"synRate": 20})).unwrap(), Some((20, 20)));
+    assert_eq!(of(json!({"synRate": 20, "synBurst": 0})).unwrap(), Some((20, 20)));
+    assert_eq!(of(json!({"synRate": 0, "synBurst": 0})).unwrap(), None);
+    all_refused(&[
+        (service(json!({"synBurst": 5})), "contradiction", "synRate"),
+        (service(json!({"synRate": 1_000_001})), "out_of_range", "synRate"),
+        (service(json!({"synRate": -1})), "out_of_range", "synRate"),
     ]);
 }
 

@@ -76,6 +76,8 @@ const PORT_OR_NONE: Kind = Whole(0, 65_535);
 /// A day: LoxiLB's longest inactivity time.
 const DAY_SECONDS: Kind = Whole(0, 86_400);
 const DAY_MILLIS: Kind = Whole(0, 86_400_000);
+/// A second has a million microseconds, and one source no more use for connections.
+const SYNS: Kind = Whole(0, 1_000_000);
 const COUNT: Kind = Whole(0, u32::MAX as i64);
 const TLS: &str = "TLS is not served; put a TLS terminator in front";
 const ADMISSION: &str = "admission goes by fixed bounds";
@@ -239,6 +241,12 @@ pub(crate) const SERVICE: &[Field] = &[
     served("pdBootstrapPort", PORT_OR_NONE, "Mooncake's bootstrap port at prefill endpoints; 0: 8998"),
     served("decisionHeaders", Bool, "answers carry x-kvlb-* headers that explain the choice"),
     served("connectionsMax", COUNT, "client connections at a time to the rule's VIP; 0: no limit but kvlb's own"),
+    served(
+        "synRate",
+        SYNS,
+        "connections that one source may begin each second, at all VIPs of the rule; more are dropped at the devices of --xdp-dev; 0: no limit",
+    ),
+    served("synBurst", SYNS, "connections that one source may begin at once under synRate; 0: as many as in a second"),
     served("maxInspectBytes", Whole(0, 1 << 30), "bodies up to this many bytes are read; 33554432 unless said"),
     served("forwardedHeaders", Bool, "add X-Forwarded-For and -Proto; true unless said"),
     served("clientHalfClose", Text, "leave (default): a client's FIN ends its request; allow: it does not"),

@@ -89,6 +89,10 @@ pub(crate) struct ServiceArguments {
     pub(crate) max_inspect_bytes: Option<u32>,
     #[serde(rename = "connectionsMax")]
     pub(crate) connections_max: Option<u32>,
+    #[serde(rename = "synRate")]
+    pub(crate) syn_rate: Option<u32>,
+    #[serde(rename = "synBurst")]
+    pub(crate) syn_burst: Option<u32>,
     #[serde(rename = "forwardedHeaders")]
     pub(crate) forwarded_headers: Option<bool>,
     #[serde(rename = "clientHalfClose")]

@@ -12,7 +12,7 @@ use super::{
 use crate::control::Problem;
 use crate::fleet::{
     AdmissionMode, AdmissionRule, BreakerRule, HandoffKind, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector,
-    SplitRule,
+    SplitRule, SynRule,
 };
 
 /// LoxiLB's number of the full proxy.
@@ -46,6 +46,7 @@ impl TryFrom<(RuleId, &Body)> for Rule {
             kv,
             pinning: pinning::pinning(&args.pinning, selector)?,
             allowed_sources: sources(&body.sources)?,
+            syn: syn(args)?,
             decision_headers: args.decision_headers.unwrap_or(false),
             max_inspect_bytes: args.max_inspect_bytes.unwrap_or(MAX_INSPECT_BYTES) as usize,
             connections_max: args.connections_max.filter(|max| *max != 0),
@@ -274,6 +275,18 @@ fn network(text: &str) -> Option<(IpAddr, u8)> {
             let mask = u128::MAX.checked_shl(128_u32.checked_sub(length.into())?).unwrap_or(0);
             Some((IpAddr::V6((v6.to_bits() & mask).into()), length))
         }
+    }
+}
+
+/// A burst is a second's worth unless the operator says otherwise.
+fn syn(args: &ServiceArguments) -> Result<Option<SynRule>, Problem> {
+    let number = |number: Option<u32>| number.filter(|number| *number != 0);
+    match (number(args.syn_rate), number(args.syn_burst)) {
+        (None, None) => Ok(None),
+        (None, Some(_)) => {
+            Err(Problem::Contradiction("synBurst is how many SYNs pass before synRate counts: set that too".to_owned()))
+        }
+        (Some(per_sec), burst) => Ok(Some(SynRule { per_sec, burst: burst.unwrap_or(per_sec) })),
     }
 }
 

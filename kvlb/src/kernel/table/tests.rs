@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
+use crate::kernel::SynLimit;
 
 /// Maps in memory that refuse what would show a reader something half done.
 #[derive(Debug, Default)]
@@ -10,6 +11,8 @@ struct Fake {
     vips: BTreeMap<([u8; 16], u16), VipInfo>,
     endpoints: BTreeMap<u32, Endpoint>,
     cleared: Vec<u32>,
+    /// By list; so that a list that is named must be there whole.
+    networks: BTreeMap<u32, std::collections::BTreeSet<Network>>,
     writes: usize,
     /// Fails every write from this one on.
     fails_from: Option<usize>,
@@ -42,6 +45,7 @@ impl Fake {
                 self.read(info).iter().all(|endpoint| endpoint.port != 0),
                 "{info:?} names a cleared entry: {self:?}"
             );
+            assert!(info.flags & VIP_ALLOWED == 0 || self.networks.contains_key(&info.allowed), "{info:?}: {self:?}");
         }
     }
 }
@@ -67,6 +71,26 @@ impl Sink for Fake {
         Ok(())
     }
 
+    fn set_network(&mut self, list: u32, network: Network, _rule: u32) -> Result<(), Error> {
+        self.write()?;
+        let named = self.vips.values().any(|info| info.flags & VIP_ALLOWED != 0 && info.allowed == list);
+        assert!(!named, "a list changes under a VIP: {self:?}");
+        self.networks.entry(list).or_default().insert(network);
+        Ok(())
+    }
+
+    fn remove_network(&mut self, list: u32, network: Network) -> Result<(), Error> {
+        self.write()?;
+        if let Some(networks) = self.networks.get_mut(&list) {
+            networks.remove(&network);
+            if networks.is_empty() {
+                self.networks.remove(&list);
+            }
+        }
+        self.assert_whole();
+        Ok(())
+    }
+
     fn clear_stats(&mut self, id: u32) -> Result<(), Error> {
         self.write()?;
         self.cleared.push(id);
@@ -87,6 +111,8 @@ fn vip(at: &str, rule: u32, endpoints: &[VipEndpoint]) -> Vip {
         endpoints: endpoints.to_vec(),
         no_endpoint: NoEndpoint::Proxy,
         phase: Phase::Serving,
+        allowed: Vec::new(),
+        syn: None,
     }
 }
 
@@ -103,6 +129,57 @@ fn a_vip_names_its_endpoints_and_how_many_are_up() {
     let info = fake.vip("10.98.0.1:80");
     assert_eq!((info.rule, info.ep_count, info.healthy, info.workers), (7, 2, 1, 2));
     assert_eq!(fake.read(&info), endpoints.map(|endpoint| entry(&endpoint)));
+}
+
+/// Networks as `10.0.0.0/8`.
+fn networks(texts: &[&str]) -> Vec<Network> {
+    let network = |text: &&str| {
+        let (addr, bits) = text.split_once('/').unwrap();
+        (addr.parse().unwrap(), bits.parse().unwrap())
+    };
+    texts.iter().map(network).collect()
+}
+
+#[test]
+fn vips_with_the_same_networks_share_a_list_and_a_change_makes_another() {
+    let (mut table, mut fake) = (Table::default(), Fake::default());
+    let with =
+        |port: u16, allowed: &[&str]| Vip { allowed: networks(allowed), ..vip(&format!("10.98.0.1:{port}"), 7, &[]) };
+    let both = ["10.0.0.0/8", "fd77::/16"];
+    sync(&mut table, &[with(80, &both), with(81, &both), with(82, &[])], &mut fake).unwrap();
+    let [first, second, open] = ["10.98.0.1:80", "10.98.0.1:81", "10.98.0.1:82"].map(|at| fake.vip(at));
+    assert_eq!((first.flags & VIP_ALLOWED, first.allowed), (VIP_ALLOWED, second.allowed));
+    assert_eq!(open.flags & VIP_ALLOWED, 0);
+    assert_eq!(fake.networks[&first.allowed], networks(&both).into_iter().collect());
+    sync(&mut table, &[with(80, &both), with(81, &["10.0.0.0/9"]), with(82, &[])], &mut fake).unwrap();
+    let changed = fake.vip("10.98.0.1:81");
+    assert_ne!(changed.allowed, first.allowed);
+    assert_eq!(fake.networks.len(), 2);
+    sync(&mut table, &[with(82, &[])], &mut fake).unwrap();
+    assert_eq!(fake.networks.len(), 0);
+}
+
+#[test]
+fn a_list_that_cannot_be_written_leaves_nothing_and_the_next_time_tries_again() {
+    let vips = [Vip { allowed: networks(&["10.0.0.0/8", "11.0.0.0/8"]), ..vip("10.98.0.1:80", 7, &[]) }];
+    for fails_from in 1..5 {
+        let (mut table, mut fake) = (Table::default(), Fake { fails_from: Some(fails_from), ..Fake::default() });
+        assert!(sync(&mut table, &vips, &mut fake).is_err(), "write {fails_from}");
+        assert!(table.vips.is_empty() && table.lists.is_empty());
+        fake.fails_from = None;
+        sync(&mut table, &vips, &mut fake).unwrap();
+        let info = fake.vip("10.98.0.1:80");
+        assert_eq!(fake.networks[&info.allowed].len(), 2);
+    }
+}
+
+#[test]
+fn a_vip_names_its_limit() {
+    let (mut table, mut fake) = (Table::default(), Fake::default());
+    let limited = Vip { syn: Some(SynLimit { rule: 7, per_sec: 5, burst: 9 }), ..vip("10.98.0.1:80", 7, &[]) };
+    sync(&mut table, &[limited], &mut fake).unwrap();
+    let info = fake.vip("10.98.0.1:80");
+    assert_eq!((info.syn_rule, info.syn_per_sec, info.syn_burst), (7, 5, 9));
 }
 
 #[test]

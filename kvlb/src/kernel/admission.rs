@@ -44,7 +44,7 @@ pub(super) struct Admitting {
     _link: FdLink,
 }
 
-/// Types of devices whose frames begin as Ethernet's do: its own, and loopback (linux/if_arp.h).
+/// Types of devices whose frames begin as Ethernet's do: its own, and loopback (`linux/if_arp.h`).
 const ETHERNETS: [u16; 2] = [1, 772];
 
 /// Refuses devices that are not there, and those whose frames the program could not read.

@@ -306,3 +306,72 @@ async fn an_answer_without_the_number_or_in_a_compressed_form_is_passed_on_as_it
     }
     fleet.split.kvlb.stop().await.unwrap();
 }
+
+/// Forms of an answer that a server may choose.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_answer_is_understood_in_every_form_of_http() {
+    let body = prefilled("3");
+    let cut = body.find("remote_block").unwrap() + 4;
+    let (first, rest) = body.as_bytes().split_at(cut);
+    let sized = format!("Content-Length: {}\r\n\r\n{body}", body.len());
+    let raw = |text: String| vec![Act::Read, Act::Send(text.into_bytes())];
+    let mut fleet = pair(ok("{}")).await;
+    for (what, prefill) in [
+        ("chunks", chunks("application/json", &[first, rest])),
+        ("until close", raw(format!("HTTP/1.1 200 OK\r\n\r\n{body}"))),
+        ("HTTP/1.0", raw(format!("HTTP/1.0 200 OK\r\n\r\n{body}"))),
+        ("100 first", raw(format!("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n{sized}"))),
+        ("103 first", raw(format!("HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 201 Made\r\n{sized}"))),
+        ("spaced", ok(&format!(" \n\t{} \n", body.replace("\"kv_transfer_params\":", "\"kv_transfer_params\" :\n ")))),
+        ("escaped", ok(&body.replace("kv_transfer_params", "kv_tr\\u0061nsfer_params"))),
+        ("beside another", ok(&body.replace("\"id\":\"a\"", r#""choices":[{"kv_transfer_params":{"evil":1}}]"#))),
+        ("with trailers", {
+            let mut acts = chunks("application/json", &[body.as_bytes()]);
+            acts.truncate(acts.len() - 2);
+            acts.push(Act::Send(b"0\r\nX-Time: 1\r\n\r\n".to_vec()));
+            acts
+        }),
+    ] {
+        fleet = fleet.next(vec![(PREFILL, prefill), (DECODE, ok("{}"))], json!({})).await;
+        let answer = fleet.split.post(COMPLETIONS, &[("Accept-Encoding", "gzip, br")], br#"{"prompt":"x"}"#).await;
+        assert_eq!((code(&answer), answer.body.text().as_str()), ((200, None), "{}"), "{what}");
+        assert_eq!(text(&fleet.posts(1)[0].1), format!(r#"{{"prompt":"x","kv_transfer_params":{OBJECT}}}"#), "{what}");
+        // It is read by kvlb, which has no use for one that is compressed; the client gets the other.
+        let asks = |number: usize| fleet.posts(number)[0].0.contains("accept-encoding: gzip, br");
+        assert!(!asks(0) && asks(1), "{what}: {}", fleet.posts(0)[0].0);
+    }
+    fleet.split.kvlb.stop().await.unwrap();
+}
+
+/// The limit is for all of the answer, not for its beginning.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_answer_that_trickles_is_too_late_all_the_same() {
+    let body = prefilled("3");
+    let mut pieces: Vec<&[u8]> = body.as_bytes().chunks(1).collect();
+    pieces.truncate(100);
+    let mut acts = Vec::new();
+    for act in chunks("application/json", &pieces) {
+        acts.push(if matches!(act, Act::Wait(_)) { Act::Wait(std::time::Duration::from_millis(100)) } else { act });
+    }
+    let fleet = Scripted::new(vec![(PREFILL, acts), (DECODE, ok("{}"))], json!({"timeoutPdPrefill": 1000})).await;
+    let answer = fleet.split.post(COMPLETIONS, &[], br#"{"prompt":"x"}"#).await;
+    assert_eq!(code(&answer), (504, Some("pd_prefill_timeout")));
+    assert!(fleet.posts(1).is_empty());
+    fleet.split.kvlb.stop().await.unwrap();
+}
+
+/// What a router does not look at is as large as it likes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_bodies_and_large_objects_pass_whole() {
+    let padding = "p".repeat(3 << 20);
+    let object = format!(r#"{{"do_remote_prefill":true,"padding":"{padding}"}}"#);
+    let script = vec![(PREFILL, ok(&format!(r#"{{"kv_transfer_params":{object}}}"#))), (DECODE, ok("{}"))];
+    let fleet = Scripted::new(script, json!({})).await;
+    let sent = format!(r#"{{"prompt":"{}","max_tokens":9"#, "x".repeat(2 << 20));
+    let answer = fleet.split.post(COMPLETIONS, &[], format!("{sent}}}").as_bytes()).await;
+    assert_eq!(code(&answer), (200, None));
+    let (first, second) = (text(&fleet.posts(0)[0].1), text(&fleet.posts(1)[0].1));
+    assert!(first.starts_with(&sent.replace(":9", ":1,")) && first.len() < sent.len() + 500);
+    assert!(second == format!("{sent},\"kv_transfer_params\":{object}}}"));
+    fleet.split.kvlb.stop().await.unwrap();
+}

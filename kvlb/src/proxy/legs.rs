@@ -97,9 +97,9 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     self.call.start_over();
                     fresh = true;
                 }
-                Err(End::Stopped(stop)) if stop != Stop::Ordered && !self.is_sent() && !self.is_over() => {
+                Err(end) if self.leaves_blocks(&end) => {
                     self.release(&legs).await;
-                    return Err(stop.into());
+                    return Err(instead(end, fresh));
                 }
                 walked => return walked.map_err(|end| instead(end, fresh)),
             }
@@ -112,6 +112,17 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         if let Some(position) = self.position {
             self.pass_over(Event::Unasked { position });
         }
+    }
+
+    /// Whether a decode leg that ends so was never sent, and the blocks are still there: what a decode engine fetches from
+    /// freed ones it would hold for the prompt's.
+    fn leaves_blocks(&self, end: &End) -> bool {
+        let kept = match end {
+            End::Stopped(stop) => !matches!(stop, Stop::Ordered | Stop::TimedOut(Limit::Handoff)),
+            End::Reply(_) => true,
+            End::Quiet | End::Stale | End::BrokenOff { .. } => false,
+        };
+        kept && !self.is_sent() && !self.is_over()
     }
 
     fn is_sent(&self) -> bool {
@@ -262,7 +273,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         Ok(Try::Done(Prefill { body: handed.body, decoding }))
     }
 
-    /// The client has left, or we end, and nobody will fetch what the prefill endpoint keeps: a short decode leg has it freed.
+    /// The client has left, or is refused, and nobody will fetch what the prefill endpoint keeps: a short decode leg has it freed.
     async fn release(&mut self, legs: &TwoLegs) {
         self.let_go();
         let Some(body) = self.call.release_body(legs.body()) else { return };

@@ -8,13 +8,14 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use kvlb_tests::engine::{Engine, EngineConfig, FaultPlan, KvConnector};
-use kvlb_tests::harness::http::{Answer, exchange};
+use kvlb_tests::harness::http::{Answer, Client, exchange};
 use kvlb_tests::harness::kvlb::{Kvlb, KvlbConfig};
 use kvlb_tests::harness::{eventually, free_ports};
 use serde_json::{Value, json};
 
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
+pub(crate) const JSON: &[(&str, &str)] = &[("Content-Type", "application/json")];
 /// `ep_role`.
 pub(crate) const PREFILL: u8 = 1;
 pub(crate) const DECODE: u8 = 2;
@@ -134,6 +135,13 @@ impl Fleet {
         self.engines.iter().position(|engine| engine.addresses().http.to_string() == told).unwrap()
     }
 
+    /// A client that has asked, and may leave.
+    pub(crate) async fn begun(&self, asks: &Value) -> Client {
+        let mut client = self.split.kvlb.connect(self.split.vip).await.unwrap();
+        client.request("POST", COMPLETIONS, JSON, asks.to_string().as_bytes()).await.unwrap();
+        client
+    }
+
     /// POSTs that an engine got.
     pub(crate) fn asked(&self, number: usize) -> usize {
         self.engines[number].requests().iter().filter(|seen| seen.method == "POST").count()
@@ -157,6 +165,17 @@ pub(crate) fn prompt(seed: u32, len: u32) -> Vec<u32> {
 
 pub(crate) fn body(prompt: &[u32]) -> Value {
     json!({"model": "tiny", "prompt": prompt, "max_tokens": 6})
+}
+
+/// A body with more members, or others.
+pub(crate) fn with(mut body: Value, more: &Value) -> Value {
+    more.as_object().unwrap().iter().for_each(|(name, value)| body[name] = value.clone());
+    body
+}
+
+/// One that is decoded until its client leaves.
+pub(crate) fn long(seed: u32) -> Value {
+    with(body(&prompt(seed, 20)), &json!({"max_tokens": 20_000, "stream": true}))
 }
 
 pub(crate) fn code(answer: &Answer) -> (u16, Option<&str>) {

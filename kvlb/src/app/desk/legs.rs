@@ -369,6 +369,7 @@ impl Errand {
         self.gate = None;
         if let Some(legs) = self.legs_mut() {
             (legs.now, legs.done, legs.receipt) = (Part::Prompt, None, Receipt::default());
+            legs.is_release = false;
         }
     }
 

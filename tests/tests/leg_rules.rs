@@ -8,7 +8,7 @@ mod split;
 use std::net::IpAddr;
 
 use kvlb_tests::engine::{Engine, EngineConfig, FaultPlan, KvConnector, KvRole, LegFate, LegKind};
-use kvlb_tests::harness::http::{Answer, Client, exchange};
+use kvlb_tests::harness::http::{Answer, exchange};
 use kvlb_tests::harness::stage::{at, cached_tokens, engine, rule};
 use kvlb_tests::harness::{eventually, free_ports};
 use serde_json::{Value, json};

@@ -103,7 +103,7 @@ async fn nothing_aims_an_engine_elsewhere_whatever_the_body_looks_like() {
         format!(r#"{{"prompt":"x","a":{}{},{evil}}}"#, "[".repeat(3000), "]".repeat(3000)),
         format!(r#"{{"prompt":["x"],{evil}}}"#),
         format!(r#"{{"prompt":"x","n":2,{evil}}}"#),
-        format!(r#"{{"prompt":"x","n":2,"bootstrap_host":"evil","disaggregated_params":"evil"}}"#),
+        r#"{"prompt":"x","n":2,"bootstrap_host":"evil","disaggregated_params":"evil"}"#.to_owned(),
     ]
     .map(String::into_bytes)
     .to_vec();
@@ -251,7 +251,7 @@ async fn cached_tokens_are_the_prefill_endpoints_in_every_form_of_answer() {
         let whole = body(theirs);
         // The number cut in two behind as many digits as the other one has, and each byte by itself.
         let at = whole.rfind("cached_tokens\": ").unwrap() + "cached_tokens\": ".len() + ours.len();
-        let event = format!("data: {}\n\n", whole.replace("\n", ""));
+        let event = format!("data: {}\n\n", whole.replace('\n', ""));
         let middle = at + "data: ".len();
         let bytes: Vec<&[u8]> = event.as_bytes().chunks(1).collect();
         for (form, decode) in [

@@ -251,7 +251,7 @@ async fn cached_tokens_are_the_prefill_endpoints_in_every_form_of_answer() {
         let whole = body(theirs);
         // The number cut in two behind as many digits as the other one has, and each byte by itself.
         let at = whole.rfind("cached_tokens\": ").unwrap() + "cached_tokens\": ".len() + ours.len();
-        let event = format!("data: {}\n\n", whole.replace('\n', ""));
+        let event = format!("data: {whole}\n\n");
         let middle = at + "data: ".len();
         let bytes: Vec<&[u8]> = event.as_bytes().chunks(1).collect();
         for (form, decode) in [

@@ -103,11 +103,8 @@ impl Fleet {
     ) -> Self {
         let (mut engines, mut endpoints) = (Vec::new(), Vec::new());
         for (number, role) in roles.iter().enumerate() {
-            let [http_port, events_port, replay_port] = free_ports().unwrap();
             let config = EngineConfig {
-                http_port,
-                events_port,
-                replay_port: Some(replay_port),
+                replay_port: Some(0),
                 kv_connector: KvConnector::Nixl,
                 python_hash_seed: Some("0".to_owned()),
                 prefill_us_per_token: 5.0,
@@ -116,8 +113,12 @@ impl Fleet {
                 ..EngineConfig::named(&format!("engine-{number}"))
             };
             let engine = Engine::start(adjust(config)).await.unwrap();
-            endpoints.push(json!({"endpointIP": engine.addresses().http.ip(), "targetPort": http_port, "weight": 1, "ep_role": role,
-                "kvZmqPort": events_port, "kvReplayPort": replay_port}));
+            let addresses = engine.addresses();
+            let mut endpoint = json!({"endpointIP": addresses.http.ip(), "targetPort": addresses.http.port(), "weight": 1, "ep_role": role});
+            if let (Some(events), Some(replay)) = (addresses.events, addresses.replay) {
+                (endpoint["kvZmqPort"], endpoint["kvReplayPort"]) = (json!(events.port()), json!(replay.port()));
+            }
+            endpoints.push(endpoint);
             engines.push(engine);
         }
         let split = Split::with(args, endpoints, &more).await;

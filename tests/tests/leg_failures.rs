@@ -71,6 +71,34 @@ async fn a_prefill_answer_that_makes_no_sense_is_tried_elsewhere() {
     fleet.split.kvlb.stop().await.unwrap();
 }
 
+/// Nobody listens there any more, and no probe has seen it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn endpoints_that_cannot_be_reached_are_passed_over_or_told() {
+    let script = || vec![(PREFILL, prefilled()), (DECODE, ok("{}")), (PREFILL, prefilled()), (DECODE, ok("{}"))];
+    let mut fleet = Scripted::new(script(), json!({})).await;
+    for gone in [[0, 2], [1, 3]] {
+        fleet = fleet.next(script(), json!({})).await;
+        for number in gone {
+            fleet.upstreams[number].stop().await;
+        }
+        let answer = fleet.split.post(COMPLETIONS, &[], REQUEST).await;
+        assert_eq!(code(&answer), (503, Some("pd_pool_unavailable")), "{}", answer.body.text());
+        assert_eq!(
+            fleet.posts(0).len() + fleet.posts(2).len(),
+            usize::from(gone == [1, 3]),
+            "a prompt is computed once"
+        );
+        // Where only one of them is gone, it is passed over.
+        fleet = fleet.next(script(), json!({})).await;
+        fleet.upstreams[gone[0]].stop().await;
+        for _ in 0..4 {
+            assert_eq!(code(&fleet.split.post(COMPLETIONS, &[], REQUEST).await), (200, None));
+        }
+        assert_eq!((fleet.posts(0).len() + fleet.posts(2).len(), fleet.posts(gone[1]).len()), (4, 4));
+    }
+    fleet.split.kvlb.stop().await.unwrap();
+}
+
 /// What is no object cannot be passed on; the decode endpoint can do without.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prefill_answer_that_cannot_be_read_is_one_without_an_object() {

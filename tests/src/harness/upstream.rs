@@ -55,6 +55,13 @@ impl Upstream {
         self.address
     }
 
+    /// Listens no more; connects are refused from then on.
+    pub async fn stop(&mut self) {
+        self.accepting.abort();
+        // Aborted or ended: either way its socket is gone.
+        drop((&mut self.accepting).await);
+    }
+
     /// The exact bytes of each request read, in the order they were complete.
     pub fn received(&self) -> Vec<Vec<u8>> {
         self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()

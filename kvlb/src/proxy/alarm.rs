@@ -4,11 +4,12 @@
 //! too early: when it does, it is set anew. Most connections never arm it twice in a minute.
 
 use std::cell::{Cell, RefCell};
+use std::future::Future as _;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use tokio::time::{Sleep, sleep_until};
+use super::timer::{Sleep, sleep_until};
 
 /// Which limit a deadline stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +49,7 @@ impl Limit {
 #[derive(Debug)]
 pub(super) struct Alarm {
     due: Cell<Option<(Instant, Limit)>>,
-    timer: RefCell<Option<Pin<Box<Sleep>>>>,
+    timer: RefCell<Option<Sleep>>,
 }
 
 impl Alarm {
@@ -65,17 +66,16 @@ impl Alarm {
     pub(super) fn poll(&self, cx: &mut Context<'_>) -> Poll<Limit> {
         loop {
             let Some((due, limit)) = self.due.get() else { return Poll::Pending };
-            let due = tokio::time::Instant::from_std(due);
             let mut timer = self.timer.borrow_mut();
-            let timer = timer.get_or_insert_with(|| Box::pin(sleep_until(due)));
+            let timer = timer.get_or_insert_with(|| sleep_until(due));
             if timer.deadline() > due {
-                timer.as_mut().reset(due);
+                timer.reset(due);
             }
-            ready!(timer.as_mut().poll(cx));
+            ready!(Pin::new(&mut *timer).poll(cx));
             if timer.deadline() >= due {
                 return Poll::Ready(limit);
             }
-            timer.as_mut().reset(due);
+            timer.reset(due);
         }
     }
 }

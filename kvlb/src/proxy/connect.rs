@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::backplane::{Addresses, Backplane, ConnectFailure};
 use super::io::{Backend, Stream};
 use super::lane::{Lane, is_out_of_resources};
+use super::timer::timeout;
 use crate::clock;
 
 /// Addresses of one endpoint that are tried one after the other: names rarely have more that differ.
@@ -66,7 +67,7 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
     }
 
     async fn connect(&self, address: SocketAddr, limit: Duration) -> Result<B::Stream, ConnectFailure> {
-        let attempt = || tokio::time::timeout(limit, B::connect(address));
+        let attempt = || timeout(limit, B::connect(address));
         let mut result = attempt().await;
         if matches!(&result, Ok(Err(error)) if is_out_of_resources(error)) {
             // Connections that only wait give up their descriptors.

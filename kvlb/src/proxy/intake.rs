@@ -14,6 +14,7 @@ use super::http::{Chunked, Forward, Framing, Head, HeadScan, size_line};
 use super::io::{Backend, Stream};
 use super::legs::TwoLegs;
 use super::pace::Pace;
+use super::timer::timeout;
 use super::upload::{Parcel, Passing, Rest, append_end};
 
 /// A request's body, as far as it is read before an endpoint is chosen.
@@ -204,7 +205,7 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             return Ok(backplane.begin_hastily(request, Haste::QueueFull)?);
         }
         self.lane().meter.offloaded();
-        let decided = tokio::time::timeout(self.lane().config.decision_budget, decided);
+        let decided = timeout(self.lane().config.decision_budget, decided);
         match self.watch(None, Box::pin(decided)).await? {
             Ok(Ok(call)) => Ok(call?),
             Ok(Err(_)) | Err(_) => Ok(backplane.begin_hastily(request, Haste::Budget)?),

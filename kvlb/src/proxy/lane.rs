@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, spawn_local, yield_now};
-use tokio::time::{sleep, sleep_until};
 
 use super::backplane::{Arrival, Backplane};
 use super::buffer::{self, Budget};
@@ -24,6 +23,7 @@ use super::hold::Holds;
 use super::idle::{Bounds, Idle};
 use super::io::{Backend, Listener, Stream};
 use super::meter::{Meter, Pulse, Refused};
+use super::timer::{sleep, sleep_until, timeout, timeout_at};
 use super::trace::Ids;
 use super::workers::Workers;
 use super::{Config, Link};
@@ -294,7 +294,7 @@ pub(super) fn is_out_of_resources(error: &std::io::Error) -> bool {
 async fn take_pulse<B: Backend, P: Backplane>(lane: Rc<Lane<B, P>>) {
     let mut due = clock::now() + TICK;
     loop {
-        sleep_until(due.into()).await;
+        sleep_until(due).await;
         let now = clock::now();
         let held = lane.holds.take();
         if lane.idle.borrow_mut().sweep(now) {
@@ -392,18 +392,18 @@ impl<B: Backend, P: Backplane> Lane<B, P> {
         let mut deadline = deadline;
         if how == Draining::Politely {
             let grace = deadline.min(clock::now() + IDLE_GRACE);
-            if tokio::time::timeout_at(grace.into(), self.empty()).await.is_ok() {
+            if timeout_at(grace, self.empty()).await.is_ok() {
                 return;
             }
             deadline = deadline.max(clock::now() + IDLE_END);
         }
         self.posts.borrow().give(Order::Finish);
-        if tokio::time::timeout_at(deadline.into(), self.empty()).await.is_ok() {
+        if timeout_at(deadline, self.empty()).await.is_ok() {
             return;
         }
         tracing::info!(thread = self.number, connections = self.posts.borrow().open(), "drain timeout: cutting off");
         self.posts.borrow().give(Order::Abort);
-        if tokio::time::timeout(ABORT_GRACE, self.empty()).await.is_err() {
+        if timeout(ABORT_GRACE, self.empty()).await.is_err() {
             tracing::warn!(
                 thread = self.number,
                 connections = self.posts.borrow().open(),

@@ -22,6 +22,7 @@ use super::http::Reply;
 use super::io::{Backend, Stream};
 use super::lane::Lane;
 use super::meter::{Direction, Retry};
+use super::timer::timeout;
 use super::upload::{Parcel, Upload, send_whole};
 use super::walk::{Decoding, Held, Part, SENDS_MAX, STALE_WITHIN, TargetOf, Walk, Walked, fall_back};
 use crate::clock;
@@ -286,7 +287,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         self.pass_over(Event::Unasked { position });
         let lane = self.client.lane_handle();
         tokio::task::spawn_local(async move {
-            let released = tokio::time::timeout(RELEASE_LIMIT, lane.ask_and_forget(&target.addresses, parcel)).await;
+            let released = timeout(RELEASE_LIMIT, lane.ask_and_forget(&target.addresses, parcel)).await;
             tracing::debug!(
                 position,
                 done = matches!(released, Ok(Some(()))),

@@ -35,6 +35,7 @@ mod relay;
 mod ring;
 #[cfg(test)]
 mod suite;
+mod timer;
 mod trace;
 mod upload;
 mod usage;

@@ -1,108 +1,119 @@
-//! The io_uring back end: the one file that knows tokio-uring.
+//! The io_uring back end.
 //!
-//! tokio-uring 0.5 gives the runtime and carries single-completion operations (`UnsubmittedOneshot`). Its own stream type
-//! has no poll, no connect that can be abandoned and no way to end a read, so this file builds the five operations it
-//! needs itself. Every operation owns what the kernel touches: the socket, so that its number is not given to another
-//! connection while the kernel still works on it, and the buffer or address. tokio-uring keeps that owner alive until the
-//! completion comes even when the future is dropped. Dropping a stream therefore shuts the socket down, which makes
-//! whatever is in flight complete at once, and the last completion closes it.
+//! A thread's tasks run in turns; at the end of each the thread enters the kernel once, which takes what they ask and tells
+//! what has ended, and waits there where there is nothing to do ([`driver`]). tokio gives the tasks and their queue
+//! ([`LocalSet`]), and no reactor: what wakes the thread is the ring, the first of its deadlines
+//! ([`timer`](super::timer)), or another thread's stroke of its [`bell`]. A runtime of tokio's around the ring would cost a
+//! second system call a turn, and could wait neither for several events ([`batch`]) nor on a ring that puts completions off.
+//!
+//! Dropping a stream shuts its socket down, which makes whatever is in flight complete at once, and the last completion
+//! closes it.
 //!
 //! Sockets are in blocking mode, because io_uring answers `EAGAIN` instead of waiting on a non-blocking one. The listener
 //! is non-blocking: it is polled and then emptied with `accept4`, so that no connection is ever taken by an operation that
 //! nobody waits for any more.
 
+mod batch;
+mod bell;
+mod driver;
+
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::io::{self, ErrorKind};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd as _, AsRawFd, OwnedFd};
-use std::pin::Pin;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::{Context, Poll, ready};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use io_uring::{cqueue, opcode, squeue, types};
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, Type};
-use tokio_uring::{InFlightOneshot, OneshotOutputTransform, UnsubmittedOneshot};
+use tokio::task::LocalSet;
 
+use self::bell::Bell;
+pub(super) use self::driver::available;
+use self::driver::{Connected, Driver, Listening, Operation, Work};
 use super::buffer::{Chunk, SMALL};
 use super::io::{Backend, Leaving, Listener, Stream, keepalive, shut, silent};
-
-/// Submission queue entries of one thread's ring. A full queue is flushed early; the completion queue has twice as many
-/// and the kernel keeps what does not fit.
-const ENTRIES: u32 = 4096;
+use super::timer::Timers;
 
 /// Events that tell of a peer's leaving while its data may lie unread. `POLLHUP` and `POLLERR` are always told.
 const LEFT: i16 = libc::POLLRDHUP;
 /// Events that end the wait for something to read.
 const READABLE: i16 = libc::POLLIN | libc::POLLRDHUP;
 
-/// Whether this kernel lets us use io_uring with every operation that this file submits.
-pub(super) fn available() -> io::Result<()> {
-    let ring: io_uring::IoUring = io_uring::IoUring::builder().build(8)?;
-    let mut probe = io_uring::Probe::new();
-    ring.submitter().register_probe(&mut probe)?;
-    let needed = [opcode::Recv::CODE, opcode::Send::CODE, opcode::PollAdd::CODE, opcode::Connect::CODE];
-    if needed.into_iter().all(|code| probe.is_supported(code)) {
-        Ok(())
-    } else {
-        Err(io::Error::new(ErrorKind::Unsupported, "the kernel's io_uring lacks socket operations"))
-    }
+thread_local! {
+    /// The ring of a data thread.
+    static DRIVER: RefCell<Option<Rc<Driver>>> = const { RefCell::new(None) };
 }
 
 /// The back end.
 #[derive(Debug)]
 pub(super) struct Uring;
 
+/// The calling thread's ring.
+fn driver() -> io::Result<Rc<Driver>> {
+    DRIVER
+        .with_borrow(|driver| driver.as_ref().map(Rc::clone))
+        .ok_or_else(|| io::Error::other("a thread without a ring"))
+}
+
 impl Backend for Uring {
     type Stream = UringStream;
     type Listener = UringListener;
 
     fn block_on<F: Future>(main: F) -> io::Result<F::Output> {
-        // Completions are picked up when the thread enters the kernel anyway, without interrupting it (from Linux 5.19).
-        let mut polite = tokio_uring::uring_builder();
-        polite.setup_coop_taskrun().setup_taskrun_flag();
-        let plain = tokio_uring::uring_builder();
-        let start = |ring| tokio_uring::Runtime::new(tokio_uring::builder().entries(ENTRIES).uring_builder(ring));
-        let runtime = start(&polite).or_else(|_older_kernel| start(&plain))?;
-        Ok(runtime.block_on(main))
+        let bell = Bell::new()?;
+        let driver = Driver::new(&bell)?;
+        DRIVER.set(Some(Rc::clone(&driver)));
+        let timers = Timers::keep();
+        let done = {
+            let tasks = LocalSet::new();
+            let waker = Waker::from(Arc::clone(&bell));
+            let mut main = pin!(tasks.run_until(main));
+            loop {
+                bell.hush();
+                if let Poll::Ready(done) = main.as_mut().poll(&mut Context::from_waker(&waker)) {
+                    break Ok(done);
+                }
+                timers.fire();
+                if let Err(error) = driver.turn(!bell.is_rung(), timers.next()) {
+                    break Err(error);
+                }
+            }
+        };
+        DRIVER.set(None);
+        driver.end();
+        done
     }
 
     fn listen(listener: TcpListener) -> io::Result<UringListener> {
         listener.set_nonblocking(true)?;
         SockRef::from(&listener).set_tcp_nodelay(true)?;
-        Ok(UringListener { socket: Rc::new(listener), wait: RefCell::default() })
+        Ok(UringListener { socket: Listening::new(listener), wait: RefCell::default(), driver: driver()? })
     }
 
     async fn connect(address: SocketAddr) -> io::Result<UringStream> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
         socket.set_tcp_nodelay(true)?;
         socket.set_tcp_keepalive(&keepalive())?;
-        let stream = UringStream::new(socket.into());
+        let stream = UringStream::new(socket.into(), driver()?);
         let target = Box::new(SockAddr::from(address));
-        let entry = opcode::Connect::new(fd(&*stream.socket), target.as_ptr().cast(), target.len()).build();
-        let owned = Connecting { _socket: Rc::clone(&stream.socket), _target: target };
-        UnsubmittedOneshot::new(owned, Connected, entry).submit().await?;
+        let connect = Work::Connect { socket: Rc::clone(&stream.socket), target };
+        stream.driver.start(connect).await.0?;
         Ok(stream)
     }
-}
-
-fn fd(socket: &impl AsRawFd) -> types::Fd {
-    types::Fd(socket.as_raw_fd())
-}
-
-/// The bytes that a completion moved, or its error.
-fn moved(completion: &cqueue::Entry) -> io::Result<usize> {
-    usize::try_from(completion.result()).map_err(|_negative| io::Error::from_raw_os_error(-completion.result()))
 }
 
 /// A listening socket.
 #[derive(Debug)]
 pub(super) struct UringListener {
-    socket: Rc<TcpListener>,
-    wait: RefCell<Option<Wait<TcpListener>>>,
+    socket: Rc<Listening>,
+    wait: RefCell<Option<Operation>>,
+    driver: Rc<Driver>,
 }
 
 impl Listener for UringListener {
@@ -110,10 +121,11 @@ impl Listener for UringListener {
 
     async fn accept(&self) -> io::Result<(UringStream, SocketAddr)> {
         loop {
-            match self.socket.accept() {
-                Ok((socket, client)) => return Ok((UringStream::new(socket), client)),
+            match self.socket.inner.accept() {
+                Ok((socket, client)) => return Ok((UringStream::new(socket, Rc::clone(&self.driver)), client)),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    poll_fn(|cx| poll_wait(&self.wait, &self.socket, libc::POLLIN, cx)).await;
+                    let expect = || self.driver.start(Work::Expect(Rc::clone(&self.socket)));
+                    poll_fn(|cx| poll_wait(&self.wait, expect, cx)).await;
                 }
                 Err(error) => return Err(error),
             }
@@ -121,22 +133,32 @@ impl Listener for UringListener {
     }
 
     fn stop(&self) {
-        shut(&*self.socket, Shutdown::Read);
+        shut(&self.socket.inner, Shutdown::Read);
     }
 
     fn lend(&self) -> io::Result<OwnedFd> {
-        self.socket.as_fd().try_clone_to_owned()
+        self.socket.inner.as_fd().try_clone_to_owned()
+    }
+}
+
+impl Drop for UringListener {
+    /// The socket may be another process's too, so it is not shut down; a wait for it would last until the next client.
+    fn drop(&mut self) {
+        if let Some(wait) = self.wait.take() {
+            wait.call_off();
+        }
     }
 }
 
 /// A connection.
 #[derive(Debug)]
 pub(super) struct UringStream {
-    socket: Rc<TcpStream>,
+    socket: Rc<Connected>,
+    driver: Rc<Driver>,
     /// The wait for something to read; kept when its future is dropped, and picked up by the next.
-    readable: RefCell<Option<Wait<TcpStream>>>,
+    readable: RefCell<Option<Operation>>,
     /// The wait for the peer's leaving. One operation lasts for the connection's life, whatever it carries.
-    left: RefCell<Option<Wait<TcpStream>>>,
+    left: RefCell<Option<Operation>>,
     half_closed: Cell<bool>,
     broken: Cell<bool>,
     reset: Cell<bool>,
@@ -145,9 +167,10 @@ pub(super) struct UringStream {
 }
 
 impl UringStream {
-    fn new(socket: TcpStream) -> Self {
+    fn new(socket: TcpStream, driver: Rc<Driver>) -> Self {
         Self {
-            socket: Rc::new(socket),
+            socket: Connected::new(socket),
+            driver,
             readable: RefCell::default(),
             left: RefCell::default(),
             half_closed: Cell::new(false),
@@ -157,19 +180,18 @@ impl UringStream {
         }
     }
 
-    fn transfer(&self, chunk: Chunk, entry: squeue::Entry) -> InFlightOneshot<Transfer, Transferred> {
-        let owned = Transfer { _socket: Rc::clone(&self.socket), chunk };
-        UnsubmittedOneshot::new(owned, Transferred, entry).submit()
+    fn tcp(&self) -> &TcpStream {
+        &self.socket.inner
     }
 
     /// Sends what lies behind the first `sent` bytes.
-    fn send(&self, chunk: Chunk, sent: usize) -> InFlightOneshot<Transfer, Transferred> {
-        let rest = &chunk.bytes()[sent..];
-        let length = u32::try_from(rest.len()).unwrap_or(u32::MAX);
-        // MSG_WAITALL: a short send goes on in the kernel instead of coming back here.
-        let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
-        let entry = opcode::Send::new(fd(&*self.socket), rest.as_ptr(), length).flags(flags).build();
-        self.transfer(chunk, entry)
+    fn send(&self, chunk: Chunk, sent: usize) -> Operation {
+        self.driver.start(Work::Send { socket: Rc::clone(&self.socket), chunk, sent })
+    }
+
+    /// Waits for events with the operation in `slot`.
+    fn watch(&self, slot: &RefCell<Option<Operation>>, events: i16, cx: &mut Context<'_>) -> Poll<i16> {
+        poll_wait(slot, || self.driver.start(Work::Watch { socket: Rc::clone(&self.socket), events }), cx)
     }
 }
 
@@ -178,7 +200,7 @@ impl Stream for UringStream {
     type Write<'a> = Writing<'a>;
 
     fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
-        poll_wait(&self.readable, &self.socket, READABLE, cx).map(|_events| self.ripe.set(true))
+        self.watch(&self.readable, READABLE, cx).map(|_events| self.ripe.set(true))
     }
 
     fn poll_closed(&self, leaving: Leaving, cx: &mut Context<'_>) -> Poll<()> {
@@ -187,7 +209,7 @@ impl Stream for UringStream {
                 return Poll::Ready(());
             }
             let events = if self.half_closed.get() { 0 } else { LEFT };
-            match poll_wait(&self.left, &self.socket, events, cx) {
+            match self.watch(&self.left, events, cx) {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(events) if events & (libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 => {
                     self.broken.set(true);
@@ -202,7 +224,7 @@ impl Stream for UringStream {
     fn read(&self, mut into: Chunk) -> Reading {
         let room = into.slice_mut();
         if self.ripe.take() {
-            match recv(self.socket.as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {
+            match recv(self.tcp().as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {
                 Err(Errno::EAGAIN | Errno::EINTR) => {}
                 done => {
                     // A small room that is full says that there is more, such as a body behind its head. A large one waits for its
@@ -212,10 +234,8 @@ impl Stream for UringStream {
                 }
             }
         }
-        let room = into.slice_mut();
-        let length = u32::try_from(room.len()).unwrap_or(u32::MAX);
-        let entry = opcode::Recv::new(fd(&*self.socket), room.as_mut_ptr(), length).build();
-        Reading(Progress::Flying(self.transfer(into, entry)))
+        let receive = Work::Receive { socket: Rc::clone(&self.socket), chunk: into };
+        Reading(Progress::Flying(self.driver.start(receive)))
     }
 
     fn write_all(&self, from: Chunk) -> Writing<'_> {
@@ -223,24 +243,24 @@ impl Stream for UringStream {
     }
 
     fn silent(&self) -> bool {
-        silent(&*self.socket)
+        silent(self.tcp())
     }
 
     fn finish(&self) {
-        shut(&*self.socket, Shutdown::Write);
+        shut(self.tcp(), Shutdown::Write);
     }
 
     fn abort(&self) {
-        shut(&*self.socket, Shutdown::Both);
+        shut(self.tcp(), Shutdown::Both);
     }
 
     fn reset_on_close(&self) {
         // A connection that refuses the option is closed the ordinary way.
-        self.reset.set(SockRef::from(&*self.socket).set_linger(Some(Duration::ZERO)).is_ok());
+        self.reset.set(SockRef::from(self.tcp()).set_linger(Some(Duration::ZERO)).is_ok());
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.socket.local_addr()
+        self.tcp().local_addr()
     }
 }
 
@@ -252,7 +272,7 @@ impl Drop for UringStream {
         // The end of the receiving side alone sends nothing, so the close that follows can still be a reset. It wakes every
         // wait but the one for a break behind a half-close.
         let gently = self.reset.get() && !self.half_closed.get();
-        shut(&*self.socket, if gently { Shutdown::Read } else { Shutdown::Both });
+        shut(self.tcp(), if gently { Shutdown::Read } else { Shutdown::Both });
     }
 }
 
@@ -262,7 +282,13 @@ pub(super) struct Reading(Progress);
 /// What is known already, or is known when an operation ends.
 enum Progress {
     Done(Option<(io::Result<usize>, Chunk)>),
-    Flying(InFlightOneshot<Transfer, Transferred>),
+    Flying(Operation),
+}
+
+/// How a transfer ended, and its bytes.
+fn transferred((result, work): <Operation as Future>::Output) -> (io::Result<usize>, Chunk) {
+    let moved = result.and_then(|bytes| usize::try_from(bytes).map_err(io::Error::other));
+    (moved, work.map_or_else(Chunk::none, Work::into_chunk))
 }
 
 impl Future for Reading {
@@ -271,7 +297,7 @@ impl Future for Reading {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let (result, mut chunk) = match &mut self.0 {
             Progress::Done(done) => done.take().unwrap_or_else(|| (Err(ErrorKind::Other.into()), Chunk::none())),
-            Progress::Flying(transfer) => ready!(Pin::new(transfer).poll(cx)),
+            Progress::Flying(transfer) => transferred(ready!(Pin::new(transfer).poll(cx))),
         };
         if let Ok(count) = result {
             chunk.advance(count);
@@ -284,7 +310,7 @@ impl Future for Reading {
 pub(super) struct Writing<'a> {
     stream: &'a UringStream,
     sent: usize,
-    transfer: InFlightOneshot<Transfer, Transferred>,
+    transfer: Operation,
 }
 
 impl Future for Writing<'_> {
@@ -292,7 +318,7 @@ impl Future for Writing<'_> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
-            let (result, chunk) = ready!(Pin::new(&mut self.transfer).poll(cx));
+            let (result, chunk) = transferred(ready!(Pin::new(&mut self.transfer).poll(cx)));
             match result {
                 Ok(count) if self.sent + count >= chunk.len() => return Poll::Ready((Ok(()), chunk)),
                 Ok(0) => return Poll::Ready((Err(ErrorKind::WriteZero.into()), chunk)),
@@ -306,74 +332,11 @@ impl Future for Writing<'_> {
     }
 }
 
-/// What a transfer owns while the kernel works on it.
-struct Transfer {
-    _socket: Rc<TcpStream>,
-    chunk: Chunk,
-}
-
-struct Transferred;
-
-impl OneshotOutputTransform for Transferred {
-    type Output = (io::Result<usize>, Chunk);
-    type StoredData = Transfer;
-
-    fn transform_oneshot_output(self, data: Transfer, completion: cqueue::Entry) -> Self::Output {
-        (moved(&completion), data.chunk)
-    }
-}
-
-/// What a connect owns while the kernel works on it. The address is boxed: its place in memory must not change.
-struct Connecting {
-    _socket: Rc<TcpStream>,
-    _target: Box<SockAddr>,
-}
-
-struct Connected;
-
-impl OneshotOutputTransform for Connected {
-    type Output = io::Result<()>;
-    type StoredData = Connecting;
-
-    fn transform_oneshot_output(self, _data: Connecting, completion: cqueue::Entry) -> Self::Output {
-        moved(&completion).map(|_zero| ())
-    }
-}
-
-/// A poll of a socket that is under way.
-struct Wait<S: 'static>(InFlightOneshot<Rc<S>, Polled<S>>);
-
-impl<S> std::fmt::Debug for Wait<S> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Wait")
-    }
-}
-
-struct Polled<S>(std::marker::PhantomData<S>);
-
-impl<S> OneshotOutputTransform for Polled<S> {
-    type Output = i16;
-    type StoredData = Rc<S>;
-
-    /// The events that ended the wait. A poll that failed ends it too: the read or accept that follows tells the error.
-    fn transform_oneshot_output(self, _socket: Rc<S>, completion: cqueue::Entry) -> i16 {
-        i16::try_from(completion.result()).ok().filter(|events| *events >= 0).unwrap_or(libc::POLLERR)
-    }
-}
-
-/// Waits for `events` on `socket` with the operation in `slot`, which stays there until it is done.
-fn poll_wait<S: AsRawFd + Unpin>(
-    slot: &RefCell<Option<Wait<S>>>,
-    socket: &Rc<S>,
-    events: i16,
-    cx: &mut Context<'_>,
-) -> Poll<i16> {
+/// Waits with the operation in `slot`, which stays there until it is done, and says which events ended it. A wait that failed ends
+/// too: the read or accept that follows tells the error.
+fn poll_wait(slot: &RefCell<Option<Operation>>, start: impl FnOnce() -> Operation, cx: &mut Context<'_>) -> Poll<i16> {
     let mut slot = slot.borrow_mut();
-    let wait = slot.get_or_insert_with(|| {
-        let entry = opcode::PollAdd::new(fd(&**socket), u32::from(events.cast_unsigned())).build();
-        Wait(UnsubmittedOneshot::new(Rc::clone(socket), Polled(std::marker::PhantomData), entry).submit())
-    });
-    let events = ready!(Pin::new(&mut wait.0).poll(cx));
+    let (result, _work) = ready!(Pin::new(slot.get_or_insert_with(start)).poll(cx));
     *slot = None;
-    Poll::Ready(events)
+    Poll::Ready(result.ok().and_then(|events| i16::try_from(events).ok()).unwrap_or(libc::POLLERR))
 }

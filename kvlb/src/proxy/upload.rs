@@ -16,6 +16,7 @@ use super::http::{Chunked, FINAL_CHUNK, Framing, size_line, with_fields};
 use super::io::{Backend, Stream};
 use super::meter::Direction;
 use super::pace::Pace;
+use super::timer::timeout;
 use crate::clock;
 
 /// Room in front of a piece for its size line: sixteen digits and CRLF.
@@ -320,7 +321,7 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
             poll_fn(|cx| stream.poll_readable(cx)).await;
             stream.read(Chunk::with_room(front, LARGE - MEDIUM)).await
         };
-        match tokio::time::timeout(self.pace.patience(), piece).await {
+        match timeout(self.pace.patience(), piece).await {
             Err(_elapsed) => Err(Uploaded::Stopped(Stop::TimedOut(Limit::Body))),
             Ok((Ok(count), piece)) if count > 0 => {
                 self.pace.came(count, self.client.lane().now().saturating_duration_since(asked));
@@ -332,7 +333,7 @@ impl<B: Backend, P: Backplane> Pipe<'_, '_, B, P> {
 
     async fn write(&self, piece: Chunk) -> Result<(), Uploaded> {
         let bytes = piece.len() as u64;
-        match tokio::time::timeout(self.pace.limit(), self.endpoint.write_all(piece)).await {
+        match timeout(self.pace.limit(), self.endpoint.write_all(piece)).await {
             Err(_elapsed) => Err(Uploaded::Stopped(Stop::TimedOut(Limit::Pause))),
             Ok((Err(error), _piece)) => Err(stuck(None, &error)),
             Ok((Ok(()), _piece)) => {

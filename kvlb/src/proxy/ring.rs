@@ -35,7 +35,7 @@ use tokio::task::LocalSet;
 
 use self::bell::Bell;
 pub(super) use self::driver::available;
-use self::driver::{Connected, Driver, Listening, Operation, Work};
+use self::driver::{Connected, Driver, Ended, Listening, Operation, Work};
 use super::buffer::{Chunk, SMALL};
 use super::io::{Backend, Leaving, Listener, Stream, keepalive, shut, silent};
 use super::timer::Timers;
@@ -104,6 +104,7 @@ impl Backend for Uring {
         let target = Box::new(SockAddr::from(address));
         let connect = Work::Connect { socket: Rc::clone(&stream.socket), target };
         stream.driver.start(connect).await.0?;
+        stream.dry.set(true);
         Ok(stream)
     }
 }
@@ -164,6 +165,8 @@ pub(super) struct UringStream {
     reset: Cell<bool>,
     /// The last wait said that there is something to read.
     ripe: Cell<bool>,
+    /// There was nothing left to read, and no word of anything new.
+    dry: Cell<bool>,
 }
 
 impl UringStream {
@@ -177,6 +180,7 @@ impl UringStream {
             broken: Cell::new(false),
             reset: Cell::new(false),
             ripe: Cell::new(false),
+            dry: Cell::new(false),
         }
     }
 
@@ -196,11 +200,14 @@ impl UringStream {
 }
 
 impl Stream for UringStream {
-    type Read<'a> = Reading;
+    type Read<'a> = Reading<'a>;
     type Write<'a> = Writing<'a>;
 
     fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
-        self.watch(&self.readable, READABLE, cx).map(|_events| self.ripe.set(true))
+        self.watch(&self.readable, READABLE, cx).map(|_events| {
+            self.ripe.set(true);
+            self.dry.set(false);
+        })
     }
 
     fn poll_closed(&self, leaving: Leaving, cx: &mut Context<'_>) -> Poll<()> {
@@ -221,7 +228,7 @@ impl Stream for UringStream {
 
     /// What a wait has found is taken at once: an operation for it would cost a turn of its own. Sends are always operations, which
     /// leave together at the end of a turn of the loop: engines and clients on other cores then sleep and wake less often.
-    fn read(&self, mut into: Chunk) -> Reading {
+    fn read(&self, mut into: Chunk) -> Reading<'_> {
         let room = into.slice_mut();
         if self.ripe.take() {
             match recv(self.tcp().as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {
@@ -229,13 +236,16 @@ impl Stream for UringStream {
                 done => {
                     // A small room that is full says that there is more, such as a body behind its head. A large one waits for its
                     // turn: others have theirs in between.
-                    self.ripe.set(room.len() <= SMALL && done == Ok(room.len()));
+                    let is_full = done == Ok(room.len());
+                    self.ripe.set(room.len() <= SMALL && is_full);
+                    self.dry.set(done.is_ok() && !is_full);
                     return Reading(Progress::Done(Some((done.map_err(io::Error::from), into))));
                 }
             }
         }
-        let receive = Work::Receive { socket: Rc::clone(&self.socket), chunk: into };
-        Reading(Progress::Flying(self.driver.start(receive)))
+        let later = self.dry.get() && self.driver.may_wait_first();
+        let receive = Work::Receive { socket: Rc::clone(&self.socket), chunk: into, later };
+        Reading(Progress::Flying(self, self.driver.start(receive)))
     }
 
     fn write_all(&self, from: Chunk) -> Writing<'_> {
@@ -277,27 +287,31 @@ impl Drop for UringStream {
 }
 
 /// A read: what was there was taken at once, and only what has to be waited for is an operation.
-pub(super) struct Reading(Progress);
+pub(super) struct Reading<'a>(Progress<'a>);
 
 /// What is known already, or is known when an operation ends.
-enum Progress {
+enum Progress<'a> {
     Done(Option<(io::Result<usize>, Chunk)>),
-    Flying(Operation),
+    Flying(&'a UringStream, Operation),
 }
 
 /// How a transfer ended, and its bytes.
-fn transferred((result, work): <Operation as Future>::Output) -> (io::Result<usize>, Chunk) {
-    let moved = result.and_then(|bytes| usize::try_from(bytes).map_err(io::Error::other));
+fn transferred(result: io::Result<Ended>, work: Option<Work>) -> (io::Result<usize>, Chunk) {
+    let moved = result.and_then(|ended| usize::try_from(ended.moved).map_err(io::Error::other));
     (moved, work.map_or_else(Chunk::none, Work::into_chunk))
 }
 
-impl Future for Reading {
+impl Future for Reading<'_> {
     type Output = (io::Result<usize>, Chunk);
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let (result, mut chunk) = match &mut self.0 {
             Progress::Done(done) => done.take().unwrap_or_else(|| (Err(ErrorKind::Other.into()), Chunk::none())),
-            Progress::Flying(transfer) => transferred(ready!(Pin::new(transfer).poll(cx))),
+            Progress::Flying(stream, transfer) => {
+                let (result, work) = ready!(Pin::new(transfer).poll(cx));
+                stream.dry.set(result.as_ref().is_ok_and(|ended| ended.is_dry));
+                transferred(result, work)
+            }
         };
         if let Ok(count) = result {
             chunk.advance(count);
@@ -318,7 +332,8 @@ impl Future for Writing<'_> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
-            let (result, chunk) = transferred(ready!(Pin::new(&mut self.transfer).poll(cx)));
+            let (result, work) = ready!(Pin::new(&mut self.transfer).poll(cx));
+            let (result, chunk) = transferred(result, work);
             match result {
                 Ok(count) if self.sent + count >= chunk.len() => return Poll::Ready((Ok(()), chunk)),
                 Ok(0) => return Poll::Ready((Err(ErrorKind::WriteZero.into()), chunk)),
@@ -338,5 +353,5 @@ fn poll_wait(slot: &RefCell<Option<Operation>>, start: impl FnOnce() -> Operatio
     let mut slot = slot.borrow_mut();
     let (result, _work) = ready!(Pin::new(slot.get_or_insert_with(start)).poll(cx));
     *slot = None;
-    Poll::Ready(result.ok().and_then(|events| i16::try_from(events).ok()).unwrap_or(libc::POLLERR))
+    Poll::Ready(result.ok().and_then(|ended| i16::try_from(ended.moved).ok()).unwrap_or(libc::POLLERR))
 }

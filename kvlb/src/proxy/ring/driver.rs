@@ -34,6 +34,10 @@ const NOBODY: u64 = u64::MAX;
 /// How long operations that were called off may take to end when a thread ends.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
+/// Waits for something to read before the first try, which would find nothing. From Linux 5.19. Source: `IORING_RECVSEND_POLL_FIRST` of
+/// linux/io_uring.h.
+const POLL_FIRST: u16 = 1;
+
 /// Whether this kernel lets us use io_uring with all that this back end asks of it.
 pub(in crate::proxy) fn available() -> io::Result<()> {
     let ring: IoUring = IoUring::builder().build(8)?;
@@ -81,8 +85,8 @@ pub(super) enum Work {
     Watch { socket: Rc<Connected>, events: i16 },
     /// Waits for a client.
     Expect(Rc<Listening>),
-    /// Reads behind what the chunk holds.
-    Receive { socket: Rc<Connected>, chunk: Chunk },
+    /// Reads behind what the chunk holds. `later`: there is nothing to read yet, as far as is known.
+    Receive { socket: Rc<Connected>, chunk: Chunk, later: bool },
     /// Writes what the chunk holds behind its first `sent` bytes.
     Send { socket: Rc<Connected>, chunk: Chunk, sent: usize },
     /// Connects. The address is boxed: its place in memory must not change.
@@ -109,10 +113,11 @@ impl Work {
             Self::Expect(socket) => {
                 opcode::PollAdd::new(fd(&socket.inner), u32::from(libc::POLLIN.cast_unsigned())).build()
             }
-            Self::Receive { socket, chunk } => {
+            Self::Receive { socket, chunk, later } => {
                 let room = chunk.slice_mut();
                 let length = length(room);
-                opcode::Recv::new(fd(&socket.inner), room.as_mut_ptr(), length).build()
+                let how = if *later { POLL_FIRST } else { 0 };
+                opcode::Recv::new(fd(&socket.inner), room.as_mut_ptr(), length).ioprio(how).build()
             }
             Self::Send { socket, chunk, sent } => {
                 let rest = &chunk.bytes()[*sent..];
@@ -165,20 +170,25 @@ enum State {
     /// The kernel is at it, and this task wants to know.
     Flying(Option<Waker>),
     /// It has ended so.
-    Landed(i32),
+    Landed(Landing),
     /// The kernel is at it, and nobody wants to know.
     Forgotten,
 }
 
+/// How an operation ended: its result and its flags, in the kernel's words.
+type Landing = (i32, u32);
+
 /// A thread's ring.
 pub(super) struct Driver {
     ring: RefCell<IoUring>,
+    /// Whether operations may be told to wait before they try.
+    may_wait_first: bool,
     slots: RefCell<Slab<Slot>>,
     serials: Cell<u32>,
     batch: RefCell<Batch>,
     bell: Arc<Bell>,
     /// Completions on their way from the ring to their operations. Kept for its memory.
-    landing: RefCell<Vec<(u64, i32)>>,
+    landing: RefCell<Vec<(u64, Landing)>>,
 }
 
 impl std::fmt::Debug for Driver {
@@ -188,21 +198,24 @@ impl std::fmt::Debug for Driver {
 }
 
 /// The ring with the best manners that the kernel knows: completions are picked up when the thread enters the kernel anyway
-/// (from Linux 6.1), at least without interrupting it (5.19), or as it was before.
-fn build() -> io::Result<IoUring> {
+/// (from Linux 6.1), at least without interrupting it (5.19), or as it was before. The last two know no [`POLL_FIRST`] for sure.
+fn build() -> io::Result<(IoUring, bool)> {
     let deferred = IoUring::builder().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().build(ENTRIES);
-    deferred
-        .or_else(|_older_kernel| IoUring::builder().setup_coop_taskrun().setup_taskrun_flag().build(ENTRIES))
-        .or_else(|_older_kernel| IoUring::builder().build(ENTRIES))
+    if let Ok(ring) = deferred {
+        return Ok((ring, true));
+    }
+    let polite = IoUring::builder().setup_coop_taskrun().setup_taskrun_flag().build(ENTRIES);
+    polite.or_else(|_older_kernel| IoUring::builder().build(ENTRIES)).map(|ring| (ring, false))
 }
 
 impl Driver {
     /// A ring for the calling thread, which `bell` wakes.
     pub(super) fn new(bell: &Arc<Bell>) -> io::Result<Rc<Self>> {
-        let ring = build()?;
+        let (ring, may_wait_first) = build()?;
         let batch = Batch::new(ring.params().is_feature_min_timeout(), clock::now());
         let driver = Rc::new(Self {
             ring: RefCell::new(ring),
+            may_wait_first,
             slots: RefCell::default(),
             serials: Cell::default(),
             batch: RefCell::new(batch),
@@ -220,9 +233,14 @@ impl Driver {
         let entry = work.entry();
         let key = self.slots.borrow_mut().insert(Slot { serial, work, state: State::Flying(None) });
         if let Err(error) = self.push(&entry.user_data(ticket(key, serial))) {
-            self.land(ticket(key, serial), -error.raw_os_error().unwrap_or(libc::EBUSY));
+            self.land(ticket(key, serial), (-error.raw_os_error().unwrap_or(libc::EBUSY), 0));
         }
         Operation { driver: Rc::clone(self), key: Some(key) }
+    }
+
+    /// Whether a read may wait for something to come before it tries.
+    pub(super) fn may_wait_first(&self) -> bool {
+        self.may_wait_first
     }
 
     /// Puts an entry into the queue, which is flushed where it is full.
@@ -294,9 +312,8 @@ impl Driver {
     /// Hands out what has ended, and says how much it was.
     fn hear(&self) -> usize {
         let mut landing = self.landing.take();
-        landing.extend(
-            self.ring.borrow_mut().completion().map(|entry: cqueue::Entry| (entry.user_data(), entry.result())),
-        );
+        let ended = |entry: cqueue::Entry| (entry.user_data(), (entry.result(), entry.flags()));
+        landing.extend(self.ring.borrow_mut().completion().map(ended));
         let (count, window) = (landing.len(), self.batch.borrow().window());
         let mut first_heard = 0;
         for (ticket, result) in landing.drain(..) {
@@ -315,7 +332,7 @@ impl Driver {
     }
 
     /// An operation has ended. Nothing is borrowed while its task is woken or its work let go of.
-    fn land(&self, ticket: u64, result: i32) {
+    fn land(&self, ticket: u64, result: Landing) {
         let Some(key) = place(ticket) else { return };
         let mut slots = self.slots.borrow_mut();
         let Some(slot) = slots.get_mut(key).filter(|slot| ticket == self::ticket(key, slot.serial)) else { return };
@@ -326,7 +343,7 @@ impl Driver {
                     waker.wake();
                 }
             }
-            State::Forgotten if matches!(slot.work, Work::Listen { .. }) && result >= 0 => {
+            State::Forgotten if matches!(slot.work, Work::Listen { .. }) && result.0 >= 0 => {
                 slot.state = State::Forgotten;
                 let entry = slot.work.entry().user_data(ticket);
                 drop(slots);
@@ -394,6 +411,15 @@ fn place(ticket: u64) -> Option<usize> {
     (ticket != NOBODY).then(|| usize::try_from(ticket & u64::from(u32::MAX)).ok()).flatten()
 }
 
+/// An operation that succeeded.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ended {
+    /// Bytes, or events.
+    pub(super) moved: u32,
+    /// A read left nothing behind.
+    pub(super) is_dry: bool,
+}
+
 /// An operation under way. Dropped before its end, it goes on, and what it owns lives as long.
 #[derive(Debug)]
 pub(super) struct Operation {
@@ -412,7 +438,7 @@ impl Operation {
 
 impl Future for Operation {
     /// How it ended, with its work. `ECANCELED` where it has been asked before.
-    type Output = (io::Result<u32>, Option<Work>);
+    type Output = (io::Result<Ended>, Option<Work>);
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let unknown = || (Err(io::Error::from_raw_os_error(libc::ECANCELED)), None);
@@ -433,9 +459,10 @@ impl Future for Operation {
         };
         self.key = None;
         Poll::Ready(match ended {
-            Some(Slot { work, state: State::Landed(result), .. }) => {
+            Some(Slot { work, state: State::Landed((result, flags)), .. }) => {
+                let ended = |moved| Ended { moved, is_dry: !cqueue::sock_nonempty(flags) };
                 let result = u32::try_from(result).map_err(|_negative| io::Error::from_raw_os_error(-result));
-                (result, Some(work))
+                (result.map(ended), Some(work))
             }
             _gone => unknown(),
         })

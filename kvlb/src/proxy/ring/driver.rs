@@ -35,7 +35,7 @@ const NOBODY: u64 = u64::MAX;
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Waits for something to read before the first try, which would find nothing. From Linux 5.19. Source: `IORING_RECVSEND_POLL_FIRST` of
-/// linux/io_uring.h.
+/// `linux/io_uring.h`.
 const POLL_FIRST: u16 = 1;
 
 /// Whether this kernel lets us use io_uring with all that this back end asks of it.
@@ -373,7 +373,9 @@ impl Driver {
     pub(super) fn end(&self) {
         let until = clock::now() + LAST_WORDS;
         let under_way: Vec<_> = self.slots.borrow().iter().map(|(key, _slot)| key).collect();
-        under_way.into_iter().for_each(|key| self.call_off(key));
+        for key in under_way {
+            self.call_off(key);
+        }
         while !self.slots.borrow().is_empty() && clock::now() < until {
             let waited = self.flush().and_then(|()| self.rest(None, Some(clock::now() + LAST_WORDS / 20)));
             if let Err(error) = waited {

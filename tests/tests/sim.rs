@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use kvlb_tests::sim::storm;
+use kvlb_tests::sim::{Planted, storm, storm_with};
 
 #[test]
 fn nothing_that_must_not_be_is_in_256_seeds() {
@@ -17,4 +17,20 @@ fn nothing_that_must_not_be_is_in_256_seeds() {
 #[test]
 fn a_seed_is_the_same_run_again() {
     assert_eq!(storm(7).unwrap(), storm(7).unwrap());
+}
+
+#[test]
+fn every_planted_mistake_is_found_and_called_by_its_name() {
+    for planted in Planted::ALL {
+        let word = match planted {
+            Planted::AsksAnybody => "which is excluded",
+            Planted::Forgets => "starved",
+            Planted::KeepsLoads => "loads are not back at zero",
+            Planted::BelievesForEver => "is believed to hold",
+        };
+        let outcomes: Vec<_> = (0..64).map(|seed| storm_with(seed, Some(planted))).collect();
+        let found = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).map(|error| format!("{error:#}"));
+        let named = found.filter(|breach| breach.contains(word)).count();
+        assert!(named > 16, "{planted:?} is found by {named} of 64 seeds");
+    }
 }

@@ -10,6 +10,7 @@
 //! | `model`, `pool`, `timing` | An engine: steps, blocks, and how long they take. |
 //! | `workload`, `trace` | What clients ask: made from a seed, or somebody's record. |
 //! | `fault` | What goes wrong, and when. |
+//! | `planted` | Mistakes of kvlb's own that the storm must find. |
 //! | `report`, `plot`, `figures` | Tables, JSON and pictures. |
 
 mod fault;
@@ -17,6 +18,7 @@ mod figures;
 mod mirror;
 mod model;
 mod peers;
+mod planted;
 mod plot;
 mod policy;
 mod pool;
@@ -28,5 +30,6 @@ mod trace;
 mod workload;
 mod world;
 
+pub use planted::Planted;
 pub use run::{SimFlags, run};
-pub use storm::storm;
+pub use storm::{storm, storm_with};

@@ -190,7 +190,7 @@ fn medians(flags: &SimFlags, name: &str, fault: &fault::Entry, policy: &Policy) 
         let workload = made(flags, name, seed)?;
         let plan = fault.plan(&workload);
         let begin = kvlb::clock::now();
-        let run = world::run(&workload, policy, &plan, seed)
+        let run = world::run(&workload, policy, &plan, seed, None)
             .with_context(|| format!("{} under {}, seed {seed}", policy.name, workload.name))?;
         let took = kvlb::clock::now().saturating_duration_since(begin);
         let figures = report::figures(&workload, &run);

@@ -12,6 +12,7 @@ use super::fault::{Change, Plan};
 use super::mirror::{Errand, Mirror, Told};
 use super::model::{Engine, Gauges, Outcome};
 use super::peers::{Peer, Sent, Sight};
+use super::planted::Planted;
 use super::policy::{How, Policy};
 use super::workload::{Ask, Workload};
 use crate::engine::chance::Chance;
@@ -122,6 +123,7 @@ struct World<'a> {
     asks: Vec<Arc<Ask>>,
     mirror: Mirror,
     peer: Option<Peer>,
+    planted: Option<Planted>,
     hosts: Vec<Host>,
     flights: Vec<Option<Flight>>,
     flying: usize,
@@ -138,7 +140,13 @@ struct World<'a> {
 ///
 /// # Errors
 /// When kvlb refuses the rule, or the run does not end.
-pub(super) fn run(workload: &Workload, policy: &Policy, plan: &Plan, seed: u64) -> Result<Run> {
+pub(super) fn run(
+    workload: &Workload,
+    policy: &Policy,
+    plan: &Plan,
+    seed: u64,
+    planted: Option<Planted>,
+) -> Result<Run> {
     let build = workload.build;
     let mirror = Mirror::new(workload.engines, build.block_size, build.blocks, &policy.fields())?;
     let peer = match policy.how {
@@ -151,6 +159,7 @@ pub(super) fn run(workload: &Workload, policy: &Policy, plan: &Plan, seed: u64) 
         plan,
         mirror,
         peer,
+        planted,
         hosts: (0..workload.engines).map(|_| Host::new(workload)).collect(),
         flights: asks.iter().map(|_| None).collect(),
         flying: 0,
@@ -283,6 +292,11 @@ impl World<'_> {
                     peer.choose(&ask, &Sight { candidates: &candidates, depths: &depths, gauges: &gauges })
                 }
             };
+            if self.planted == Some(Planted::Forgets) && number % Planted::EACH == 0 {
+                return;
+            }
+            let blind = self.planted == Some(Planted::AsksAnybody) && number % Planted::EACH == 0;
+            let chosen = if blind { Some(number / Planted::EACH % self.hosts.len()) } else { chosen };
             let Some(endpoint) = chosen else { break };
             let host = &self.hosts[endpoint];
             if tried.contains(&endpoint) || host.drains || host.probed_down {
@@ -372,12 +386,16 @@ impl World<'_> {
         if let (Some(peer), Some(sent)) = (&mut self.peer, flight.sent) {
             peer.ended(sent, &self.asks[number]);
         }
+        if self.planted == Some(Planted::KeepsLoads) && number % Planted::EACH == 0 {
+            std::mem::forget(flight.errand);
+        }
     }
 
     /// A batch leaves an engine.
     fn tell(&mut self, endpoint: usize, mut events: Vec<Event>) {
         let chance = &mut self.chance;
-        let lost_removals = self.plan.lost_removals;
+        let deaf = self.planted == Some(Planted::BelievesForEver);
+        let lost_removals = if deaf { 1.0 } else { self.plan.lost_removals };
         events.retain(|event| !(matches!(event, Event::Removed(_)) && chance.happens(lost_removals)));
         let host = &mut self.hosts[endpoint];
         let told = Told { endpoint, seq: host.next_batch, events: Arc::new(events) };

@@ -227,6 +227,7 @@ pub(super) fn endpoints(answer: &Value, wide: bool, screen: Screen) -> String {
         keep("State"),
         spare("Rule", 1),
         spare("Idx", 2),
+        spare("Role", 3),
     ];
     let of_engine =
         [spare("Engine", 10), keep("Waiting"), keep("Running"), keep("KV use"), spare("KV blocks", 9), keep("Seen")];
@@ -246,6 +247,7 @@ pub(super) fn endpoints(answer: &Value, wide: bool, screen: Screen) -> String {
             endpoint_state(endpoint),
             cell(&endpoint["service_id"]),
             cell(&endpoint["ep_idx"]),
+            cell(&endpoint["role"]),
         ];
         if wide {
             row.extend(engine_cells(&endpoint["telemetry"]));
@@ -627,7 +629,7 @@ mod tests {
     fn host_answer() -> Value {
         json!({"Attr": [{"hostName": "192.0.2.1", "name": "192.0.2.1_http_8000", "probeType": "http",
             "probeReq": "/health", "probePort": 8000, "probeDuration": 10, "inactiveReTries": 2, "currState": "nok",
-            "state": "draining", "service_id": 1, "ep_idx": 0}]})
+            "state": "draining", "service_id": 1, "ep_idx": 0, "role": "decode"}]})
     }
 
     #[test]
@@ -677,6 +679,7 @@ mod tests {
         let mut answer = host_answer();
         let rows = answer["Attr"].as_array_mut().expect("a list");
         rows.extend([rows[0].clone(), rows[0].clone()]);
+        rows[2]["role"] = "normal".into();
         rows[0]["telemetry"] = json!({"engine": "vllm", "ageMs": 2300, "stale": false, "waiting": 3, "running": 0,
             "kvUsage": 0.123, "blocks": null, "missing": ["vllm:cache_config_info"], "failures": {"status": 1}});
         rows[1]["telemetry"] = json!({"engine": "vllm", "ageMs": 61_000, "stale": true, "waiting": null, "running": null,

@@ -334,6 +334,7 @@ async fn an_endpoint_may_have_a_probe_of_its_own() {
     let before = probe().await;
     assert_eq!((&before["name"], &before["currState"]), (&json!("192.0.2.1_tcp_8000"), &json!("ok")));
     assert_eq!((&before["probeDuration"], &before["inactiveReTries"]), (&json!(10), &json!(2)));
+    assert_eq!(before["role"], "normal");
     let body = json!({"hostName": "192.0.2.1", "probeType": "http", "probeReq": "health", "probePort": 9000});
     assert_eq!(server.post("/config/endpoint", body).await.0, 200);
     let own = probe().await;

@@ -139,6 +139,7 @@ fn host(rule: &Rule, position: usize, endpoint: &Endpoint, state: &str) -> Value
         "service_id": rule.id.0,
         "ep_idx": position,
         "targetPort": endpoint.key.port,
+        "role": endpoint.role.label(),
     })
 }
 

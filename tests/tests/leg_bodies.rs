@@ -374,3 +374,42 @@ async fn large_bodies_and_large_objects_pass_whole() {
     assert!(second == format!("{sent},\"kv_transfer_params\":{object}}}"));
     fleet.split.kvlb.stop().await.unwrap();
 }
+
+/// The budget of a decision is for what goes on without it; a rule that splits requests does not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_body_that_takes_longer_to_read_than_a_decision_may_take_is_read() {
+    let script = vec![(PREFILL, ok(&prefilled("3"))), (DECODE, ok("{}"))];
+    let fleet = Scripted::with(&["--decision-budget-ms", "1"], script, json!({"kvExactMode": 1})).await;
+    let ids: Vec<_> = (0..400_000).map(|id| (id % 1000).to_string()).collect();
+    let sent = format!(r#"{{"prompt":[{}],"max_tokens":9}}"#, ids.join(","));
+    assert!(sent.len() > 1 << 20);
+    for _ in 0..3 {
+        assert_eq!(code(&fleet.split.post(COMPLETIONS, &[], sent.as_bytes()).await), (200, None));
+    }
+    assert_eq!((fleet.posts(0).len(), fleet.posts(1).len()), (3, 3));
+    // Where nothing is generated as well.
+    let evil = format!(r#"{{"text":"{}","kv_transfer_params":{{"remote_host":"evil"}}}}"#, "x".repeat(2 << 20));
+    for path in ["/api/v1/completions", "/generate"] {
+        assert_eq!(code(&fleet.split.post(path, &[], evil.as_bytes()).await), (200, None));
+    }
+    let posts: Vec<_> = [0, 1].iter().flat_map(|number| fleet.posts(*number)).collect();
+    assert!(posts.iter().all(|(_, body)| !text(body).contains("evil")));
+    fleet.split.kvlb.stop().await.unwrap();
+}
+
+/// What kvlb cannot read and an engine may is not passed on, wherever it goes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_body_that_only_an_engine_can_read_is_refused_on_every_path() {
+    let fleet = pair(ok("{}")).await;
+    let evil = r#""kv_transfer_params":{"remote_host":"evil"}}"#;
+    let wide: Vec<u8> = format!("\u{feff}{{{evil}").encode_utf16().flat_map(u16::to_le_bytes).collect();
+    for body in [format!("{{\"a\":NaN,{evil}").into_bytes(), wide] {
+        for path in ["/api/v1/completions", "/generate", "/tokenize", "/v1/embeddings"] {
+            let answer = fleet.split.post(path, &[], &body).await;
+            assert_eq!(code(&answer), (400, Some("pd_body_unreadable")), "{path}");
+        }
+    }
+    let recording = b"RIFF\x24\x08\0\0WAVEfmt ";
+    assert_eq!(code(&fleet.split.post("/v1/audio/transcriptions", &[], recording).await), (200, None));
+    fleet.split.kvlb.stop().await.unwrap();
+}

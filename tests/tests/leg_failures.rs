@@ -392,3 +392,30 @@ async fn under_faults_of_every_kind_no_answer_is_wrong_and_no_block_stays() {
     // Some were killed between the legs: those blocks go with their lease.
     fleet.ends_clean().await;
 }
+
+/// An answer that is not streamed begins when all of it is there: the prefill leg's limit says nothing of that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn how_long_a_prefill_leg_may_take_does_not_bound_an_answer() {
+    let late = vec![Act::Read, Act::Wait(std::time::Duration::from_millis(1200))];
+    let late = late.into_iter().chain(ok("{}").into_iter().skip(1)).collect::<Vec<_>>();
+    let script = vec![(PREFILL, prefilled()), (DECODE, late)];
+    let fleet = Scripted::new(script.clone(), json!({"timeoutPdPrefill": 300})).await;
+    assert_eq!(code(&fleet.split.ask(&body(&prompt(1, 20))).await), (200, None));
+    let fleet = fleet.next(script, json!({"timeoutFirstByte": 300})).await;
+    assert_eq!(code(&fleet.split.ask(&body(&prompt(1, 20))).await), (504, Some("pd_decode_timeout")));
+    fleet.split.kvlb.stop().await.unwrap();
+}
+
+/// The client gets the last answer, and nobody would fetch the blocks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_are_freed_where_every_decode_endpoint_is_busy() {
+    let busy = [says("503 Service Unavailable", "Retry-After: 1\r\n", b"busy"), ok("{}")].concat();
+    let fleet = Scripted::new(vec![(PREFILL, prefilled()), (DECODE, busy)], json!({})).await;
+    let answer = fleet.split.ask(&body(&prompt(1, 20))).await;
+    assert_eq!((answer.head.status, answer.body.text()), (503, "busy".into()));
+    let freed = async || fleet.posts(1).len() == 2;
+    eventually(SOON, "a short decode leg frees them", freed).await.unwrap();
+    assert!(carries_the_object(&fleet.posts(1)));
+    assert_eq!(fleet.split.kvlb.metrics().await.unwrap().sum("kvlb_pd_releases_total"), 1.0);
+    fleet.split.kvlb.stop().await.unwrap();
+}

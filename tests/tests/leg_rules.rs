@@ -66,6 +66,35 @@ async fn a_bound_on_the_whole_rule_lets_each_request_through_to_its_end() {
     fleet.ends_clean().await;
 }
 
+/// Blocks of a prompt are kept until somebody fetches them, so a request that has its prompt computed goes before those that have
+/// not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bound_on_the_whole_rule_bounds_the_prompts_that_wait_to_be_decoded() {
+    let rule = queue(&json!({"fc_max_outstanding": 3}));
+    let fleet = Fleet::of(&[PREFILL, DECODE], rule, |config| EngineConfig {
+        decode_ms_per_token: 10.0,
+        kv_lease_s: 300.0,
+        ..config
+    })
+    .await;
+    let mut clients = JoinSet::new();
+    for seed in 0..30 {
+        let (vip, asks) = (fleet.split.vip, body(&prompt(seed, 40)).to_string());
+        clients.spawn(async move { exchange(vip, "POST", COMPLETIONS, JSON, asks.as_bytes()).await.unwrap() });
+    }
+    let mut most = 0;
+    while !clients.is_empty() {
+        most = most.max(fleet.engines[0].handoffs().leases_open);
+        if let Some(answer) = clients.try_join_next() {
+            assert_eq!(answer.unwrap().head.status, 200);
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+    }
+    assert!(most <= 3, "{most} prompts were kept at a time");
+    assert_eq!((fleet.asked(0), fleet.asked(1)), (30, 30), "nothing is computed twice");
+    fleet.ends_clean().await;
+}
+
 /// Blocks would be kept for five minutes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_that_finds_no_room_to_decode_leaves_no_blocks() {
@@ -341,4 +370,38 @@ async fn a_rule_that_splits_does_so_again_when_kvlb_began_anew_and_shows_nothing
     let ours = answer.head.headers.iter().filter(|(name, _)| name.to_ascii_lowercase().starts_with("x-kvlb")).count();
     assert_eq!(ours, 0, "{:?}", answer.head.headers);
     kvlb.stop().await.unwrap();
+}
+
+/// The rule as it is when a leg begins counts for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_decode_leg_goes_by_the_rule_as_it_is_by_then() {
+    let slow = |config: EngineConfig| EngineConfig { prefill_us_per_token: 30_000.0, ..config };
+    let fleet = Fleet::of(&[PREFILL, DECODE, DECODE], json!({}), slow).await;
+    let set = async |keep: usize| {
+        let mut all = fleet.split.kvlb.rule(fleet.split.id).await.unwrap();
+        let endpoints = all["endpoints"].as_array().unwrap().clone();
+        let spare = 3 - keep;
+        let kept = endpoints
+            .into_iter()
+            .filter(|endpoint| endpoint["targetPort"] != json!(fleet.engines[spare].addresses().http.port()));
+        all["endpoints"] = kept.collect();
+        fleet.split.kvlb.create(&all).await.unwrap();
+    };
+    set(1).await;
+    fleet.split.kvlb.subscribed(fleet.split.id).await.unwrap();
+    let mut client = fleet.begun(&body(&prompt(1, 40))).await;
+    eventually(SOON, "the prompt is being computed", async || fleet.engines[0].running() == 1).await.unwrap();
+    // The other endpoint comes, and the one that would have decoded goes.
+    let mut all = fleet.split.kvlb.rule(fleet.split.id).await.unwrap();
+    let address = fleet.engines[2].addresses();
+    all["endpoints"][1]["targetPort"] = json!(address.http.port());
+    all["endpoints"][1]["kvZmqPort"] = json!(address.events.unwrap().port());
+    all["endpoints"][1]["kvReplayPort"] = json!(address.replay.unwrap().port());
+    fleet.split.kvlb.create(&all).await.unwrap();
+    assert_eq!(fleet.engines[0].running(), 1, "still the first leg");
+    let answer = client.answer().await.unwrap();
+    assert_eq!((answer.head.status, answer.engine()), (200, "engine-2"));
+    assert_eq!(fleet.prefill(&answer), 0);
+    drop(client);
+    fleet.ends_clean().await;
 }

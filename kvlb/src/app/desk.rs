@@ -27,7 +27,8 @@ use crate::proxy::{
 use crate::router::{self, Caller, Decision, Lookup, Miss, Named, Part, Reason, Space, Step, Tier, View};
 use crate::state::breaker::Cause;
 use crate::state::{
-    Backlog, Expectation, InFlight, Onlooker, Permit, STATUS_CLASSES, Service, State, Table, Unserved, Visit, ledger,
+    Backlog, Expectation, InFlight, Onlooker, Permit, STATUS_CLASSES, Service, State, Stay, Table, Unserved, Visit,
+    ledger,
 };
 use crate::telemetry::access::{Facts, bounded};
 use crate::telemetry::decisions::{self, DecisionLog};
@@ -146,6 +147,7 @@ impl Desk {
             ranked: request.head.fields().text(RANK_FIELD).is_some(),
             counts: asks,
             gate: None,
+            stay: None,
             began: clock::now(),
             handles: Arc::clone(&self.handles),
         }
@@ -308,6 +310,11 @@ impl Backplane for Desk {
         is_heavy && self.reads(request)
     }
 
+    fn must_be_read(&self, request: &Request) -> bool {
+        let is_long = matches!(request.body(), Body::Whole(body) if body.len() > legs::HASTY_BODY);
+        is_long && self.state.table().at(request.arrival.vip).any(|service| service.rule().is_split())
+    }
+
     fn begin(&self, request: &Request) -> Result<Errand, Reply> {
         let mut watch = StopWatch::start(&self.handles);
         let asked = asked(request);
@@ -451,6 +458,8 @@ pub(super) struct Errand {
     counts: bool,
     /// What the gate knows of it, where its rule has admission.
     gate: Option<Box<Gate>>,
+    /// Its unit of the rule's bound, kept from its prefill leg for its decode leg.
+    stay: Option<Stay>,
     began: Instant,
     handles: Arc<Handles>,
 }

@@ -308,7 +308,8 @@ struct ProxyFlags {
     /// Milliseconds that a prefill leg may take; 0: LLB_PD_PREFILL_TIMEOUT_SEC
     #[arg(long, value_name = "MS")]
     pd_prefill_timeout: Option<i64>,
-    /// Milliseconds to the first byte of a decode leg's answer; 0: as long as a prefill leg
+    /// Milliseconds to the first byte of a decode leg's answer, which of one that is not streamed is its last token; 0: as
+    /// --first-byte-timeout says
     #[arg(long, value_name = "MS")]
     pd_decode_timeout: Option<i64>,
     /// Milliseconds from a prefill leg's answer until its decode leg is under way; 0: 10000

@@ -17,7 +17,8 @@ pub struct SplitRule {
     pub handoff: HandoffKind,
     /// `timeoutPdPrefill`: a prefill leg; `None`: `LLB_PD_PREFILL_TIMEOUT_SEC`.
     pub prefill: Option<Duration>,
-    /// `timeoutPdDecode`: to the first byte of a decode leg's answer; `None`: as long as a prefill leg.
+    /// `timeoutPdDecode`: to the first byte of a decode leg's answer; `None`: `timeoutFirstByte`. Not the prefill leg's limit: an
+    /// answer that is not streamed begins when all of it is generated.
     pub decode: Option<Duration>,
     /// `timeoutPdHandoff`: from the prefill leg's answer until the decode leg is under way. Default 10 s: of the prefill
     /// engine's lease, 30 s with vLLM's defaults, the decode engine needs the rest.

@@ -38,6 +38,11 @@ pub trait Backplane: Send + Sync + 'static {
     /// Whether [`Backplane::begin`] would hold a data thread for too long, so that it belongs on the worker pool.
     fn is_heavy(&self, request: &Request) -> bool;
 
+    /// Whether a request can be served only when its body has been read, however long that takes.
+    fn must_be_read(&self, _request: &Request) -> bool {
+        false
+    }
+
     /// Finds the request's rule and learns from the body what the choice needs.
     ///
     /// # Errors
@@ -136,8 +141,8 @@ pub enum Plan {
 pub struct LegTerms {
     /// From the prefill request's end to its answer's.
     pub prefill: Duration,
-    /// From the decode request's end to its answer's first byte.
-    pub decode: Duration,
+    /// From the decode request's end to its answer's first byte; none: as long as it takes.
+    pub decode: Option<Duration>,
     /// From the prefill answer to the decode request's end: for so long the blocks are surely there.
     pub handoff: Duration,
     /// Field lines, each ending in CRLF, for both legs; empty for none. A field of the client's by the same name gives way.

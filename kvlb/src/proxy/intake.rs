@@ -1,6 +1,7 @@
 //! A request on its way in: its head, its body, the decision, and the request as an endpoint gets it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::task::yield_now;
@@ -34,6 +35,9 @@ pub(super) enum Sending {
     /// Whole in memory, once for each leg.
     TwoLegs(Box<TwoLegs>),
 }
+
+/// How long the reading of a body may take that must be read: the largest takes a second or two of a free core.
+const READING_MAX: Duration = Duration::from_secs(10);
 
 impl<B: Backend, P: Backplane> Client<'_, B, P> {
     /// The head of the next request, and what came behind it.
@@ -205,8 +209,13 @@ impl<B: Backend, P: Backplane> Client<'_, B, P> {
             return Ok(backplane.begin_hastily(request, Haste::QueueFull)?);
         }
         self.lane().meter.offloaded();
-        let decided = timeout(self.lane().config.decision_budget, decided);
-        match self.watch(None, Box::pin(decided)).await? {
+        let mut decided = decided;
+        let in_time = timeout(self.lane().config.decision_budget, &mut decided);
+        let mut result = self.watch(None, Box::pin(in_time)).await?;
+        if result.is_err() && backplane.must_be_read(request) {
+            result = self.watch(None, Box::pin(timeout(READING_MAX, decided))).await?;
+        }
+        match result {
             Ok(Ok(call)) => Ok(call?),
             Ok(Err(_)) | Err(_) => Ok(backplane.begin_hastily(request, Haste::Budget)?),
         }

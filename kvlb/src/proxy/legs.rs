@@ -26,6 +26,7 @@ use super::timer::timeout;
 use super::upload::{Parcel, Upload, send_whole};
 use super::walk::{Decoding, Held, Part, SENDS_MAX, STALE_WITHIN, TargetOf, Walk, Walked, fall_back};
 use crate::clock;
+use crate::telemetry::access;
 
 /// Times that both legs are begun at most.
 const ROUNDS_MAX: u32 = 2;
@@ -102,6 +103,11 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     self.release(&legs).await;
                     return Err(instead(end, fresh));
                 }
+                Ok(Walked::Answer(held)) if held.answer.head.is_busy() => {
+                    // Nobody has begun to decode, and the client gets this answer.
+                    self.release(&legs).await;
+                    return Ok(Walked::Answer(held));
+                }
                 walked => return walked.map_err(|end| instead(end, fresh)),
             }
         }
@@ -170,7 +176,10 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     let Some(other) = other else {
                         return match (refused, reply) {
                             (Some(held), _) => Ok(Err(Walked::Answer(held))),
-                            (None, reply) => Err(reply.unwrap_or_else(|| self.no_answer(None)).into()),
+                            (None, reply) => {
+                                self.note(|record| record.ended(access::End::EndpointDied));
+                                Err(reply.unwrap_or_else(|| self.no_answer(None)).into())
+                            }
                         };
                     };
                     // The last try must not be spent on a connection that may be stale.

@@ -62,7 +62,7 @@ pub(super) enum Part {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Decoding {
     /// How long its answer may take to begin.
-    pub(super) first_byte: Duration,
+    pub(super) first_byte: Option<Duration>,
     /// It must be under way by then.
     pub(super) lease: Instant,
     /// When the request had gone out whole for the first time, to its prefill endpoint.
@@ -404,7 +404,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             first_byte: match self.part {
                 Part::Whole => self.terms.limits.first_byte.map(|limit| (limit, Limit::FirstByte)),
                 Part::Prefill { .. } => None,
-                Part::Decode(Decoding { first_byte, .. }) => Some((first_byte, Limit::Decode)),
+                Part::Decode(Decoding { first_byte, .. }) => first_byte.map(|limit| (limit, Limit::Decode)),
             },
             due: match self.part {
                 Part::Prefill { due } => due.map(|due| (due, Limit::Prefill)),
@@ -486,8 +486,22 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
             tried.push(target.position);
             failed += 1;
             if failed >= CONNECTS_LEAST && clock::now() > began + CONNECTING_MAX {
-                return Err(nobody(failed, ours).into());
+                return Err(self.too_long(failed, ours).into());
             }
+        }
+    }
+}
+
+impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
+    /// Connecting has taken too long already for another endpoint.
+    fn too_long(&self, failed: u32, ours: bool) -> Reply {
+        match self.part {
+            Part::Whole => nobody(failed, ours),
+            _ if ours => nobody(failed, ours),
+            Part::Prefill { .. } => {
+                Reply::error(503, "pd_pool_unavailable", "no prefill endpoint could be reached in time")
+            }
+            Part::Decode(_) => Reply::error(503, "pd_pool_unavailable", "no decode endpoint could be reached in time"),
         }
     }
 }

@@ -364,7 +364,8 @@ fn measure(service: &Service, held: &Overlap) -> u32 {
     }
 }
 
-fn shapes(named: &Result<Named, Miss>, block_size: BlockSize) -> Vec<PromptShape> {
+/// How long a request's prompts are.
+pub fn shapes(named: &Result<Named, Miss>, block_size: BlockSize) -> Vec<PromptShape> {
     let shape =
         |prompt: &NamedPrompt| PromptShape { tokens: prompt.tokens, blocks: prompt.tokens / block_size.tokens() };
     named.as_ref().map(|named| named.prompts.iter().map(shape).collect()).unwrap_or_default()

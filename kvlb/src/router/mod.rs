@@ -14,6 +14,6 @@ pub use caller::{Caller, Key, Text, Whose, prefix, told};
 pub use decision::{Decision, Miss, Observed, PromptShape, Reason, Tier};
 pub use ladder::{
     Named, NamedPrompt, Overlap, Part, Service, Space, Step, View, name, route, route_anywhere, route_decode,
-    serving_role, tokens, uncached,
+    serving_role, shapes, tokens, uncached,
 };
 pub use pick::{Lookup, Match, rank};

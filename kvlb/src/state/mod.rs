@@ -31,7 +31,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-pub use admission::{Admission, Line, NoWait, Permit, Place, Turn, Verdict, Waiting};
+pub use admission::{Admission, Line, NoWait, Permit, Place, Stay, Turn, Verdict, Waiting, Wish};
 pub use expect::{Expectation, Expectations};
 pub use live::{Backlog, EndpointId, InFlight, ListedModel, Meters};
 pub use pins::Pins;

@@ -292,10 +292,10 @@ impl World<'_> {
                     peer.choose(&ask, &Sight { candidates: &candidates, depths: &depths, gauges: &gauges })
                 }
             };
-            if self.planted == Some(Planted::Forgets) && number % Planted::EACH == 0 {
+            if self.planted == Some(Planted::Forgets) && number.is_multiple_of(Planted::EACH) {
                 return;
             }
-            let blind = self.planted == Some(Planted::AsksAnybody) && number % Planted::EACH == 0;
+            let blind = self.planted == Some(Planted::AsksAnybody) && number.is_multiple_of(Planted::EACH);
             let chosen = if blind { Some(number / Planted::EACH % self.hosts.len()) } else { chosen };
             let Some(endpoint) = chosen else { break };
             let host = &self.hosts[endpoint];
@@ -386,7 +386,7 @@ impl World<'_> {
         if let (Some(peer), Some(sent)) = (&mut self.peer, flight.sent) {
             peer.ended(sent, &self.asks[number]);
         }
-        if self.planted == Some(Planted::KeepsLoads) && number % Planted::EACH == 0 {
+        if self.planted == Some(Planted::KeepsLoads) && number.is_multiple_of(Planted::EACH) {
             std::mem::forget(flight.errand);
         }
     }

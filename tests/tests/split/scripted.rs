@@ -13,8 +13,13 @@ pub(crate) struct Scripted {
 
 impl Scripted {
     pub(crate) async fn new(scripts: Vec<(u8, Vec<Act>)>, more: Value) -> Self {
+        Self::with(&[], scripts, more).await
+    }
+
+    /// `args` are more of `kvlb up`.
+    pub(crate) async fn with(args: &[&str], scripts: Vec<(u8, Vec<Act>)>, more: Value) -> Self {
         let (upstreams, endpoints) = start(scripts).await;
-        Self { split: Split::over(endpoints, &arguments(&more)).await, upstreams }
+        Self { split: Split::with(args, endpoints, &arguments(&more)).await, upstreams }
     }
 
     /// Others, behind a rule of their own of the same kvlb.

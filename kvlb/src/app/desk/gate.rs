@@ -9,7 +9,7 @@ use crate::clock;
 use crate::fleet::{AdmissionMode, AdmissionRule};
 use crate::proxy::{Reply, Standing, Target};
 use crate::router::{Miss, Named, Part, Reason, Space};
-use crate::state::{InFlight, NoWait, Permit, Service, Turn, Verdict, Waiting};
+use crate::state::{InFlight, NoWait, Permit, Service, Turn, Verdict, Waiting, Wish};
 
 /// Choices that may find the last place taken by somebody else; one that was called takes the place that it was called for
 /// then.
@@ -86,9 +86,10 @@ impl Errand {
         });
         let mine =
             |position: usize| called.as_ref().is_some_and(|called| called.is_for(&service.endpoints[position].place));
+        let kept = self.stay.is_some();
         let mut nobody = None;
         for round in 1..=TRIES {
-            if called.is_none() && service.line.held() >= rule.outstanding_max() {
+            if called.is_none() && service.line.held().saturating_sub(kept.into()) >= rule.outstanding_max() {
                 break;
             }
             let last = called.is_some() && round == TRIES;
@@ -102,8 +103,11 @@ impl Errand {
                 nobody = Some(decision);
                 break;
             };
-            let permit =
-                if mine(position) { None } else { self.state.admission.take(&service, position, called.is_some()) };
+            let permit = if mine(position) {
+                None
+            } else {
+                self.state.admission.take(&service, position, called.is_some() || kept)
+            };
             if permit.is_none() && !mine(position) {
                 // Somebody was quicker.
                 if is_trial {
@@ -113,6 +117,7 @@ impl Errand {
             }
             // One unit is enough: that of another place goes to the next in line.
             let permit = permit.or(called);
+            self.stay = None;
             if !std::mem::replace(&mut gate.counted, true) {
                 service.line.count(Verdict::Admitted);
             }
@@ -149,7 +154,12 @@ impl Errand {
             line.count(Verdict::CapacityShed);
             return Standing::Refused(self.refusal("no endpoint of the rule has room for another request", SOON));
         }
-        match self.state.admission.wait(&self.service, (self.part(), tried), gate.ticket, rule.queue_depth) {
+        match self.state.admission.wait(
+            &self.service,
+            Wish { part: self.part(), tried, keeps: self.stay.is_some() },
+            gate.ticket,
+            rule.queue_depth,
+        ) {
             Ok(waiting) => {
                 if gate.ticket.is_none() {
                     line.count(Verdict::Queued);
@@ -192,11 +202,16 @@ impl Errand {
         Poll::Ready(())
     }
 
-    /// Goes by the rule as it is now. A request that has tried endpoints of an older one stays with that.
-    fn follow_rule(&mut self) {
+    /// Goes by the rule as it is now. A request that has tried endpoints of an older one stays with that, and so does one whose
+    /// blocks another kind of rule has no use for.
+    pub(super) fn follow_rule(&mut self) {
         let table = self.state.table();
         let Some(service) = table.service(self.service.rule().id) else { return };
-        if Arc::ptr_eq(service, &self.service) || self.decision.is_some() || self.part() == Part::Decode {
+        if Arc::ptr_eq(service, &self.service) || self.decision.is_some() {
+            return;
+        }
+        let (old, new) = (self.service.rule(), service.rule());
+        if self.part() == Part::Decode && !(new.is_split() && new.split.handoff == old.split.handoff) {
             return;
         }
         if let Ok(named) = &mut self.named

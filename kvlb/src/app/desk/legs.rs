@@ -6,13 +6,14 @@ use std::time::Duration;
 use super::{Errand, Failed, asked};
 use crate::contract::handoff::{Change, Handoff, Receipt, TRANSFER_MEMBERS, Transfer};
 use crate::control::live;
+use crate::fleet::EndpointKey;
 use crate::openai::{self, Edit, Members, Patch, Whole};
 use crate::proxy::{Body, HandedOver, LegTerms, Plan, Prefilled, Reply, Request, Standing, Target, Unseen, Usage};
 use crate::router::{self, Caller, Decision, Named, Overlap, Part, View};
 use crate::state::{InFlight, Onlooker, Permit, Service};
 
 /// What is read of a body by whoever decides in haste, on a data thread: reading this takes a millisecond at most.
-const HASTY_BODY: usize = 1 << 20;
+pub(super) const HASTY_BODY: usize = 1 << 20;
 /// When a request that could not be looked at should come again.
 const SOON: Duration = Duration::from_secs(1);
 
@@ -45,8 +46,8 @@ pub(super) struct Legs {
     now: Part,
     /// The decode endpoint that holds enough of the prompt to serve the request alone, and how much.
     bypass: Option<(usize, Overlap)>,
-    /// The prefill endpoint that has done its leg, and why it was chosen.
-    done: Option<(usize, Decision)>,
+    /// The prefill endpoint that has done its leg, by its name (its rule may be another one by now), and why it was chosen.
+    done: Option<(Option<EndpointKey>, Decision)>,
     /// Only the release is still to be sent. It frees blocks and computes one token, so it waits for no room.
     is_release: bool,
 }
@@ -82,7 +83,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
     let may_generate = openai::may_generate(asked.path);
     let body = match request.body() {
         Body::Unseen(_) if !may_generate => return Ok(Way::Alone(Whole::NotInference, None)),
-        Body::Whole(body) if in_haste && body.len() > HASTY_BODY && !may_generate => {
+        Body::Whole(body) if in_haste && body.len() > HASTY_BODY && !may_generate && !may_be_json(body) => {
             return Ok(Way::Alone(Whole::NotInference, None));
         }
         Body::Whole(body) if in_haste && body.len() > HASTY_BODY => {
@@ -103,7 +104,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
     let members = match Members::read(body) {
         Ok(members) => members,
         // A recording, say.
-        Err(_bad) if !may_generate => return Ok(Way::Alone(Whole::NotInference, None)),
+        Err(_bad) if !may_generate && !may_be_json(body) => return Ok(Way::Alone(Whole::NotInference, None)),
         Err(_bad) => {
             let message = "the body is no JSON object, and a rule that splits requests edits it";
             return Err(Reply::error(400, "pd_body_unreadable", message));
@@ -130,6 +131,14 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         done: None,
         is_release: false,
     })))
+}
+
+/// Whether an engine may find an object in a body, though nobody here does: Python reads other encodings than UTF-8, and
+/// numbers that JSON has not.
+fn may_be_json(body: &[u8]) -> bool {
+    let marks_and_space =
+        |byte: &&u8| matches!(**byte, 0 | b' ' | b'\t' | b'\r' | b'\n' | 0xef | 0xbb | 0xbf | 0xfe | 0xff);
+    body.iter().find(|byte| !marks_and_space(byte)) == Some(&b'{')
 }
 
 /// Why one endpoint serves a request alone, for those who explain it; `None` where it goes out in two legs.
@@ -218,7 +227,7 @@ impl Errand {
                 let prefill = rule.split.prefill.unwrap_or_else(|| self.state.config().prefill_timeout);
                 Plan::TwoLegs(LegTerms {
                     prefill,
-                    decode: rule.split.decode.unwrap_or(prefill),
+                    decode: rule.split.decode.or(rule.limits.first_byte),
                     handoff: rule.split.between,
                     fields: std::mem::take(&mut legs.fields),
                 })
@@ -237,7 +246,19 @@ impl Errand {
                 match bypass.filter(|(endpoint, _)| may_be_asked(*endpoint)) {
                     Some((endpoint, Overlap { depth, count, rank })) => {
                         let tier = router::Tier::Overlap;
-                        Decision { endpoint: Some(endpoint), tier, depth, count, rank, ..nobody }
+                        let prompts = router::shapes(&self.named, self.service.rule().kv.block_size);
+                        let uncached_tokens =
+                            self.named.as_ref().map_or(0, |named| router::uncached(ready, named, depth));
+                        Decision {
+                            endpoint: Some(endpoint),
+                            tier,
+                            depth,
+                            count,
+                            rank,
+                            prompts,
+                            uncached_tokens,
+                            ..nobody
+                        }
                     }
                     None => Decision { endpoint: router::route_decode(ready, view, &self.caller, tried), ..nobody },
                 }
@@ -310,8 +331,8 @@ impl Errand {
     }
 
     fn prefill_endpoint(&self) -> Option<String> {
-        let (position, _) = self.legs()?.done.as_ref()?;
-        Some(self.service.endpoints.get(*position)?.spec.key.to_string())
+        let (key, _) = self.legs()?.done.as_ref()?;
+        key.as_ref().map(ToString::to_string)
     }
 
     pub(super) fn write_prefill_body(&mut self, body: &[u8]) -> Vec<u8> {
@@ -339,6 +360,8 @@ impl Errand {
         self.settle();
         self.earlier.clear();
         self.gate = None;
+        self.stay = self.state.admission.stay(&self.service).filter(|_| self.counts);
+        let key = self.service.endpoints.get(position).map(|endpoint| endpoint.spec.key.clone());
         self.count_leg("prefill", "done");
         let rule = self.service.rule().id.0.to_string();
         self.state.metrics.pd_prefill_seconds.with_label_values(&[rule.as_str()]).observe(took.as_secs_f64());
@@ -356,12 +379,13 @@ impl Errand {
             cached_tokens: receipt.cached_tokens,
             output_tokens: None,
         });
-        (legs.receipt, legs.now, legs.done) = (receipt, Part::Decode, Some((position, decision)));
+        (legs.receipt, legs.now, legs.done) = (receipt, Part::Decode, Some((key, decision)));
         let labels = [legs.handoff.label(), if filling.is_some() { "passed_on" } else { "none" }];
         self.state.metrics.pd_transfers.with_label_values(&labels).inc();
         if let Some(usage) = reported.filter(|_| self.is_comparable()) {
             self.compare(position, &usage);
         }
+        self.follow_rule();
         HandedOver { body: handed, cached_tokens }
     }
 

@@ -226,7 +226,7 @@ pub(crate) const SERVICE: &[Field] = &[
     served(
         "timeoutPdDecode",
         DAY_MILLIS,
-        "milliseconds to the first byte of a decode leg's answer; 0: as long as a prefill leg",
+        "milliseconds to the first byte of a decode leg's answer, which of one that is not streamed is its last token; 0: as `timeoutFirstByte` says",
     ),
     served(
         "timeoutPdHandoff",

@@ -29,7 +29,12 @@ on_both_back_ends![
 ];
 
 fn terms() -> LegTerms {
-    LegTerms { prefill: PATIENCE, decode: PATIENCE, handoff: PATIENCE, fields: "x-request-id: ours\r\n".to_owned() }
+    LegTerms {
+        prefill: PATIENCE,
+        decode: Some(PATIENCE),
+        handoff: PATIENCE,
+        fields: "x-request-id: ours\r\n".to_owned(),
+    }
 }
 
 fn rig(io: Io, endpoints: &[std::net::SocketAddr], terms: LegTerms) -> Rig {
@@ -209,7 +214,7 @@ fn each_leg_has_its_limit(io: Io) {
         assert!(matches!(rig.fake.events.lock()[0], Event::TimedOut { position: 0, status: Some(504) }));
         rig.settled();
     }
-    let rig = rig(io, &[prefill.address, mute.address, mute.address], LegTerms { decode: short, ..terms() });
+    let rig = rig(io, &[prefill.address, mute.address, mute.address], LegTerms { decode: Some(short), ..terms() });
     let answer = rig.client().ask(&post(b"body"));
     assert_eq!((answer.status(), answer.own_code().as_str()), (504, "pd_decode_timeout"));
     assert!(matches!(rig.fake.events.lock()[0], Event::TimedOut { position: 2, status: Some(504) }));

@@ -76,6 +76,8 @@ struct Waiter {
     part: Part,
     /// Positions that it has tried.
     tried: Vec<usize>,
+    /// It has a unit of its rule's bound already.
+    keeps: bool,
     tell: oneshot::Sender<Turn>,
 }
 
@@ -112,6 +114,33 @@ impl Permit {
     pub fn is_for(&self, place: &Arc<Place>) -> bool {
         Arc::ptr_eq(&self.place, place)
     }
+}
+
+/// A unit of a rule's bound without a place: a request between its two legs is one of those that the rule has outstanding.
+#[derive(Debug)]
+pub struct Stay {
+    admission: Arc<Admission>,
+    line: Arc<Line>,
+}
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        self.admission.change(|book| {
+            less(&self.line.held);
+            book.calls()
+        });
+    }
+}
+
+/// What a request waits for.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish<'a> {
+    /// What it waits to send.
+    pub part: Part,
+    /// Positions where it will not go.
+    pub tried: &'a [usize],
+    /// It has a unit of its rule's bound already, and waits for a place only.
+    pub keeps: bool,
 }
 
 impl Drop for Permit {
@@ -202,6 +231,18 @@ impl Admission {
         Some(self.permit(Arc::clone(line), Arc::clone(place)))
     }
 
+    /// Keeps a unit of its rule's bound for a request whose unit at a place is about to be given back; none where nothing is
+    /// bounded.
+    pub fn stay(self: &Arc<Self>, service: &Service) -> Option<Stay> {
+        service.rule().admission.as_ref().filter(|rule| rule.mode == AdmissionMode::Enforce)?;
+        let line = &service.line;
+        self.change(|_book| {
+            more(&line.held);
+            Vec::new()
+        });
+        Some(Stay { admission: Arc::clone(self), line: Arc::clone(line) })
+    }
+
     /// A unit at an endpoint, where there is room and nobody waits for it. `held`: the request has a unit elsewhere, which
     /// it will give back.
     pub fn take(self: &Arc<Self>, service: &Service, position: usize, held: bool) -> Option<Permit> {
@@ -223,19 +264,20 @@ impl Admission {
         taken.then(|| self.permit(Arc::clone(line), Arc::clone(place)))
     }
 
-    /// Puts a request into its rule's line: at its end, or where it stood before. `tried` are positions where it will not go.
+    /// Puts a request into its rule's line: at its end, or where it stood before.
     ///
     /// # Errors
     /// Why it does not wait.
     pub fn wait(
         self: &Arc<Self>,
         service: &Arc<Service>,
-        (part, tried): (Part, &[usize]),
+        wish: Wish<'_>,
         ticket: Option<u64>,
         depth: u32,
     ) -> Result<Waiting, NoWait> {
         let (tell, turn) = oneshot::channel();
-        let waiter = Waiter { service: Arc::clone(service), part, tried: tried.to_vec(), tell };
+        let Wish { part, tried, keeps } = wish;
+        let waiter = Waiter { service: Arc::clone(service), part, tried: tried.to_vec(), keeps, tell };
         let mut joined = Err(NoWait::Draining);
         self.change(|book| {
             joined = book.join(waiter, ticket, depth);
@@ -402,7 +444,7 @@ impl Waiter {
         else {
             return Some(Wake::Anew);
         };
-        if line.held() >= rule.outstanding_max() {
+        if line.held().saturating_sub(self.keeps.into()) >= rule.outstanding_max() {
             return None;
         }
         let mut nobody = true;

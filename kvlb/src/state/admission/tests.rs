@@ -33,7 +33,7 @@ fn service(state: &State, id: u32) -> Arc<Service> {
 }
 
 fn wait(state: &State, id: u32) -> Waiting {
-    state.admission.wait(&service(state, id), (Part::Prompt, &[]), None, 100).unwrap()
+    state.admission.wait(&service(state, id), Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 100).unwrap()
 }
 
 fn turn(waiting: &mut Waiting) -> Option<Turn> {
@@ -144,7 +144,8 @@ fn one_that_has_tried_the_free_endpoint_lets_the_next_pass() {
     state.publish(&[gated(1, &[1, 2], 1, None)]);
     let service = service(&state, 1);
     let taken = [0, 1].map(|position| state.admission.take(&service, position, false));
-    let mut picky = state.admission.wait(&service, (Part::Prompt, &[0]), None, 100).unwrap();
+    let mut picky =
+        state.admission.wait(&service, Wish { part: Part::Prompt, tried: &[0], keeps: false }, None, 100).unwrap();
     let mut other = wait(&state, 1);
     let [first, second] = taken;
     drop(first);
@@ -159,13 +160,18 @@ fn the_queue_is_bounded_and_who_was_called_comes_back_to_his_place() {
     state.publish(&[gated(1, &[1], 1, None)]);
     let service = service(&state, 1);
     let taken = state.admission.take(&service, 0, false).unwrap();
-    let first = state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap();
-    let mut second = state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap();
-    assert_eq!(state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap_err(), NoWait::Full);
+    let first = state.admission.wait(&service, Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 2).unwrap();
+    let mut second =
+        state.admission.wait(&service, Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 2).unwrap();
+    assert_eq!(
+        state.admission.wait(&service, Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 2).unwrap_err(),
+        NoWait::Full
+    );
     let ticket = first.ticket();
     drop(first);
-    let third = state.admission.wait(&service, (Part::Prompt, &[]), None, 2).unwrap();
-    let mut again = state.admission.wait(&service, (Part::Prompt, &[]), Some(ticket), 2).unwrap();
+    let third = state.admission.wait(&service, Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 2).unwrap();
+    let mut again =
+        state.admission.wait(&service, Wish { part: Part::Prompt, tried: &[], keeps: false }, Some(ticket), 2).unwrap();
     drop(taken);
     assert!(permit(&mut again).is_some() && turn(&mut second).is_some());
     drop(third);
@@ -200,7 +206,10 @@ fn a_rule_that_goes_and_a_process_that_ends_leave_nobody_waiting() {
     assert!(matches!(turn(&mut of_one), Some(Turn::Drained)) && turn(&mut of_two).is_none());
     state.admission.drain();
     assert!(matches!(turn(&mut of_two), Some(Turn::Drained)));
-    assert_eq!(state.admission.wait(&two, (Part::Prompt, &[]), None, 9).unwrap_err(), NoWait::Draining);
+    assert_eq!(
+        state.admission.wait(&two, Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 9).unwrap_err(),
+        NoWait::Draining
+    );
     assert_eq!((one.line.queued(), two.line.queued()), (0, 0));
 }
 
@@ -250,10 +259,16 @@ fn from_many_threads_no_bound_is_passed_and_everybody_has_a_turn() {
             for round in 0..300_usize {
                 let position = round % service.endpoints.len();
                 let permit = state.admission.take(&service, position, false).unwrap_or_else(|| {
-                    let mut waiting = state.admission.wait(&service, (Part::Prompt, &[]), None, 1000).unwrap();
+                    let mut waiting = state
+                        .admission
+                        .wait(&service, Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 1000)
+                        .unwrap();
                     if round % 7 == 3 {
                         drop(waiting);
-                        waiting = state.admission.wait(&service, (Part::Prompt, &[]), None, 1000).unwrap();
+                        waiting = state
+                            .admission
+                            .wait(&service, Wish { part: Part::Prompt, tried: &[], keeps: false }, None, 1000)
+                            .unwrap();
                     }
                     let started = crate::clock::now();
                     loop {
@@ -276,4 +291,27 @@ fn from_many_threads_no_bound_is_passed_and_everybody_has_a_turn() {
     assert!(nobody_waits(&state));
     let held = |id| service(&state, id).endpoints.iter().map(|endpoint| endpoint.place.held()).sum::<u32>();
     assert_eq!((held(1), held(2)), (0, 0));
+}
+
+#[test]
+fn a_request_between_its_legs_keeps_its_unit_and_goes_before_those_that_have_none() {
+    let state = state();
+    let mut split = Rule::clone(&gated(1, &[], 2, Some(1)));
+    split.endpoints = vec![endpoint(1, Role::Prefill), endpoint(2, Role::Decode)];
+    state.publish(&[Arc::new(split)]);
+    let service = service(&state, 1);
+    let prefill = state.admission.take(&service, 0, false).unwrap();
+    let mut other = wait(&state, 1);
+    let stay = state.admission.stay(&service).unwrap();
+    drop(prefill);
+    assert_eq!((service.endpoints[0].place.held(), service.line.held()), (0, 1));
+    assert!(turn(&mut other).is_none(), "the rule has one outstanding");
+    let wish = Wish { part: Part::Decode, tried: &[], keeps: true };
+    let mut decode = state.admission.wait(&service, wish, None, 100).unwrap();
+    let decode = permit(&mut decode).unwrap();
+    drop(stay);
+    assert!(turn(&mut other).is_none());
+    drop(decode);
+    assert!(permit(&mut other).is_some());
+    assert!(nobody_waits(&state));
 }

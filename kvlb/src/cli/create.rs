@@ -73,7 +73,7 @@ pub(super) struct LoadBalancer {
     endpoints: Vec<String>,
 
     /// Who is chosen where the KV tier has no word
-    #[arg(long, value_name = "SELECTOR", value_parser = words(SELECTORS, &[0, 1, 2, 3, 4]))]
+    #[arg(long, value_name = "SELECTOR", value_parser = words(SELECTORS, &[0, 1, 2, 3, 4, 8, 9, 10]))]
     select: Option<String>,
 
     /// How traffic is forwarded; kvlb serves fullproxy, which is the default here
@@ -243,7 +243,7 @@ struct KvFlags {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Conversations and sessions")]
 struct PinningFlags {
-    /// Seconds from a conversation's last answer until its endpoint is forgotten; 0: 300
+    /// Seconds from a conversation's last answer until its endpoint is forgotten; 0: 300, and 10800 for sessions of --select persist
     #[arg(long, value_name = "SECONDS")]
     pd_session_ttl: Option<i64>,
     /// The body's user tells a conversation where X-Conversation-Id does not
@@ -366,10 +366,13 @@ struct StoredFlags {
     /// Inert, as in LoxiLB
     #[arg(long, value_name = "SECONDS")]
     kv_warmup: Option<i64>,
+    /// Inert: engines tell each other (kv_transfer_params)
     #[arg(long, value_name = "PORT", value_delimiter = ',', hide_short_help = true)]
     nixl_port: Vec<i64>,
+    /// Inert: streamed answers are always relayed as they come
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     sse_mode: Option<bool>,
+    /// Inert: idle connections to endpoints are checked before they are used again
     #[arg(long, value_name = "SECONDS")]
     backend_keepalive_interval: Option<i64>,
 }
@@ -672,7 +675,7 @@ pub(super) struct EndpointProbe {
     /// Seconds between probes
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     period: i64,
-    /// Verdicts in a row that turn the endpoint
+    /// Verdicts in a row that turn the endpoint up or down
     #[arg(long, value_name = "N", default_value_t = 2)]
     retries: i64,
 }

@@ -58,6 +58,14 @@ pub enum CliError {
         /// The HTTP status.
         status: u16,
     },
+    /// The last of several changes was refused.
+    #[error("{done}: {cause}")]
+    Partly {
+        /// What is done.
+        done: String,
+        /// Why the rest is not.
+        cause: Box<CliError>,
+    },
     /// Anything else.
     #[error("{0}")]
     Failed(String),
@@ -68,6 +76,7 @@ impl CliError {
     /// loxicmd.
     pub fn exit_code(&self) -> u8 {
         match self {
+            Self::Partly { cause, .. } => cause.exit_code(),
             Self::Argument(_) | Self::Refused { status: 400 | 405 | 413 | 415 | 422, .. } => 2,
             Self::Refused { status: 401 | 403, .. } | Self::Tls { .. } => 3,
             Self::Refused { status: 404 | 409 | 412, .. } => 4,

@@ -434,9 +434,11 @@ async fn execute(invocation: &Invocation) -> Result<Answer, CliError> {
 async fn created(api: &Api, create: &Create, output: Option<Output>) -> Result<Answer, CliError> {
     match create {
         Create::Lb(lb) => {
-            let mut text = String::new();
+            let (mut text, mut made) = (String::new(), Vec::new());
             for body in lb.bodies()? {
-                let answer = api.post(&["config", "loadbalancer"], &[], &body).await?;
+                let answer = api.post(&["config", "loadbalancer"], &[], &body).await;
+                let answer = answer.map_err(|error| partly(error, &made, &body))?;
+                made.push(answer["id"].to_string());
                 text.push_str(&success(&answer, output));
             }
             Ok(text.into())
@@ -446,6 +448,15 @@ async fn created(api: &Api, create: &Create, output: Option<Output>) -> Result<A
             Ok(success(&answer, output).into())
         }
     }
+}
+
+/// An error at a rule behind others that are there by now.
+fn partly(error: CliError, made: &[String], body: &Value) -> CliError {
+    if made.is_empty() {
+        return error;
+    }
+    let (port, made) = (&body["serviceArguments"]["port"], made.join(", "));
+    CliError::Partly { done: format!("rule {made} is there; of port {port}"), cause: Box::new(error) }
 }
 
 /// Loxicmd's word, and what was done to which rule.
@@ -613,9 +624,10 @@ async fn versions(api: &Api, output: Option<Output>) -> Result<Answer, CliError>
     let ours = env!("CARGO_PKG_VERSION");
     let theirs = api.get(&["version"], &[]).await;
     match (output, theirs) {
-        (Some(Output::Json), theirs) => {
-            let api = theirs.unwrap_or(Value::Null);
-            Ok(format!("{:#}\n", json!({"version": ours, "api": api})).into())
+        (Some(Output::Json), Ok(theirs)) => Ok(format!("{:#}\n", json!({"version": ours, "api": theirs})).into()),
+        (Some(Output::Json), Err(error)) => {
+            let text = json!({"version": ours, "api": null, "error": error.to_string()});
+            Ok(Answer { text: format!("{text:#}\n"), code: error.exit_code() })
         }
         (_, Ok(theirs)) => Ok(format!("kvlb {ours}\nAPI  {}\n", theirs["version"].as_str().unwrap_or("?")).into()),
         // This program's own version is known all the same.

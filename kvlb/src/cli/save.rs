@@ -30,12 +30,12 @@ pub(super) async fn save(api: &Api, dir: &Path) -> Result<Answer, CliError> {
 
 fn strip(rule: &mut Value) {
     let Value::Object(members) = rule else { return };
-    for name in ["id", "kvBlend", "notes", "refused"] {
+    for name in ["id", "kvBlend", "notes", "refused", "fc_effective"] {
         members.shift_remove(name);
     }
     for endpoint in members.get_mut("endpoints").and_then(Value::as_array_mut).into_iter().flatten() {
         let Value::Object(members) = endpoint else { continue };
-        for name in ["ep_idx", "state", "counter", "kvStatus"] {
+        for name in ["ep_idx", "state", "counter", "kvStatus", "telemetry"] {
             members.shift_remove(name);
         }
     }

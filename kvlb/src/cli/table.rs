@@ -192,8 +192,14 @@ fn admission(effective: &Value) -> String {
         None => cell(&effective[name]),
     };
     let (inflight, queued) = (of("inflight", "max_outstanding"), of("queued", "queue_depth"));
-    let each = effective["ep_max_inflight"].as_u64().filter(|each| *each > 0);
-    let each = each.map_or_else(String::new, |each| format!(", {each} each"));
+    let mut each = String::new();
+    for (bound, of) in
+        [("ep_max_inflight", ""), ("prefill_max_inflight", " prefill"), ("decode_max_inflight", " decode")]
+    {
+        if let Some(bound) = effective[bound].as_u64().filter(|bound| *bound > 0) {
+            each.extend([", ", &bound.to_string(), " each", of]);
+        }
+    }
     format!("{}: {inflight}{each}, queue {queued}", cell(&effective["mode"]))
 }
 
@@ -659,6 +665,13 @@ mod tests {
                     most 3 apart\n";
         assert!(shown(all.clone(), true).ends_with(line) && !shown(all, false).contains("remembers"));
         assert!(!shown(json!({"pd_session_ttl_sec": 0, "session_header_name": ""}), true).contains("remembers"));
+    }
+
+    #[test]
+    fn the_bounds_of_roles_are_shown() {
+        let effective = json!({"mode": "enforce", "max_outstanding": 0, "ep_max_inflight": 0, "prefill_max_inflight": 8,
+            "decode_max_inflight": 64, "queue_depth": 16, "inflight": 9, "queued": 1});
+        assert_eq!(admission(&effective), "enforce: 9, 8 each prefill, 64 each decode, queue 1 of 16");
     }
 
     #[test]

@@ -540,3 +540,13 @@ async fn a_rules_whole_life_goes_through_the_real_api() {
     let restored = text("kvlb get lb -o json").await.unwrap();
     assert!(restored.contains("\"adminState\": \"down\""), "what was set is saved too: {restored}");
 }
+
+#[test]
+fn what_was_done_before_a_refusal_is_told_with_it() {
+    let refused =
+        || CliError::Refused { status: 409, code: "conflict".to_owned(), message: "port 81 is taken".to_owned() };
+    let body = json!({"serviceArguments": {"port": 81}});
+    let told = partly(refused(), &["7".to_owned()], &body);
+    assert_eq!((told.to_string().as_str(), told.exit_code()), ("rule 7 is there; of port 81: port 81 is taken", 4));
+    assert_eq!(partly(refused(), &[], &body).to_string(), "port 81 is taken");
+}

@@ -24,7 +24,7 @@ const FLAGS: [(&str, bool, &str); 38] = [
     ("trace-type", VALUE, "see --decision-headers"),
     ("sockmap-mode", VALUE, "splicing is not served yet"),
     ("api-key-auth", SWITCH, "API keys belong to a gateway in front"),
-    ("connection-limit", VALUE, "connections are not limited per rule yet"),
+    ("connection-limit", VALUE, "see --connections-max"),
     ("chwbl-hash-level", VALUE, RING),
     ("chwbl-hash-flags", VALUE, RING),
     ("chwbl-replication", VALUE, RING),

@@ -131,7 +131,7 @@ pub struct UpFlags {
     #[arg(long, value_name = "MIB")]
     pub text_cache_mib: Option<String>,
 
-    /// How often an engine is asked for its metrics: its queue, its cache's usage; 0: never
+    /// How often an engine is asked for its metrics: its queue, its cache's usage; 1s to 12s, 0: never
     /// [env: KVLB_SCRAPE_INTERVAL] [default: 5s]
     #[arg(long, value_name = "TIME")]
     pub scrape_interval: Option<String>,
@@ -169,7 +169,7 @@ pub struct UpFlags {
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"])]
     pub log_format: Option<String>,
 
-    /// error, warn, info, debug, trace, or a list as info,kvlb::ingest=debug [env: KVLB_LOG_LEVEL] [default: info]
+    /// off, error, warn, info, debug, trace, or a list as info,kvlb::ingest=debug [env: KVLB_LOG_LEVEL] [default: info]
     #[arg(long, value_name = "LEVEL")]
     pub log_level: Option<String>,
 }

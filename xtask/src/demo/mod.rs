@@ -62,7 +62,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     setup::network().context("set up what the demo needs")?;
     println!("== building kvlb and the simulated engine");
     let mut build = cargo();
-    build.current_dir(root()).args(["build", "-q", "-p", "kvlb", "-p", "kvlb-tests", "--bins"]);
+    build.current_dir(root()).args(["build", "-p", "kvlb", "-p", "kvlb-tests", "--bins"]);
     if args.release {
         build.arg("--release");
     }

@@ -276,7 +276,7 @@ pub(crate) const SERVICE: &[Field] = &[
     refused("snat", Bool, "a proxy always uses its own address"),
     refused("egress", Bool, "kvlb is no egress gateway"),
     not_yet("proxyprotocolv2", Bool, "use forwardedHeaders"),
-    neutral(not_yet("connectionLimit", Whole(-1, i64::MAX), "connections are not limited per rule"), "-1"),
+    neutral(not_yet("connectionLimit", Whole(-1, i64::MAX), "see connectionsMax"), "-1"),
     stored("managed", Bool, "a mark for controllers"),
     stored("id", Any, "another system's identity; kvlb's own number is the body's id"),
     stored("projectId", Text, "a mark for controllers"),

@@ -95,7 +95,7 @@ pub struct VipInfo {
     pub ep_base: u32,
     /// Number of its endpoints.
     pub ep_count: u32,
-    /// How many of them are [`EndpointState::Up`]; written after their entries.
+    /// How many of them may be chosen; written after their entries.
     pub healthy: u32,
     /// Its listeners are `LISTEN[listener .. listener + workers]`.
     pub listener: u32,
@@ -159,6 +159,8 @@ pub enum EndpointState {
     BreakerOpen = 4,
     /// Finishes what it has, takes nothing new.
     Draining = 5,
+    /// The breaker was open for long enough: a few requests try.
+    HalfOpen = 6,
 }
 
 /// One endpoint of a VIP: value of the map `EPS`.

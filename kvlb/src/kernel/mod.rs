@@ -32,6 +32,7 @@ use aya::programs::SkLookup;
 use aya::{Ebpf, EbpfError, EbpfLoader};
 pub use kvlb_common::{ENDPOINTS_MAX, EndpointState, FrameStats, LISTENERS_MAX, VIPS_MAX, VipStats};
 
+pub use crate::fleet::NoEndpoint;
 pub use admission::AdmissionMode;
 pub use error::Error;
 pub use log::{DRAIN_INTERVAL, ProgramLog};
@@ -78,7 +79,7 @@ pub struct Vip {
     pub rules: Vec<u32>,
     /// The endpoints of all these rules.
     pub endpoints: Vec<VipEndpoint>,
-    /// Who answers while no endpoint is up.
+    /// Who answers while no endpoint may be chosen.
     pub no_endpoint: NoEndpoint,
     /// Whether it takes new connections.
     pub phase: Phase,
@@ -100,16 +101,6 @@ pub struct SynLimit {
     pub burst: u32,
 }
 
-/// Who answers a connection while no endpoint of the VIP is up: the rule's `noEndpoint`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum NoEndpoint {
-    /// The proxy, with its 503.
-    #[default]
-    Proxy,
-    /// The kernel, with a reset.
-    Reset,
-}
-
 /// Whether a VIP takes new connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
@@ -128,8 +119,11 @@ pub struct VipEndpoint {
     pub addr: IpAddr,
     /// Its port.
     pub port: u16,
-    /// Whether it may be chosen.
+    /// What is known of it, for whoever reads the map.
     pub state: EndpointState,
+    /// Whether it may be chosen: also one that no probe has judged yet, and one that a breaker takes out together with most
+    /// others.
+    pub may_be_asked: bool,
     /// Its share beside the others.
     pub weight: u32,
 }

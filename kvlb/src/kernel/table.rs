@@ -9,8 +9,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use kvlb_common::{
-    ENDPOINTS_MAX, Endpoint, EndpointState, VIP_ALLOWED, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey,
-    addr_bytes,
+    ENDPOINTS_MAX, Endpoint, VIP_ALLOWED, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey, addr_bytes,
 };
 
 use super::error::Outcome;
@@ -374,13 +373,13 @@ fn run_key(vip: &Vip) -> RunKey {
 }
 
 fn entry(endpoint: &VipEndpoint) -> Endpoint {
-    let VipEndpoint { addr, port, state, weight } = *endpoint;
+    let VipEndpoint { addr, port, state, weight, may_be_asked: _ } = *endpoint;
     Endpoint { addr: addr_bytes(addr), port, pad: 0, state, weight }
 }
 
 fn healthy(endpoints: &[VipEndpoint]) -> u32 {
-    let up = endpoints.iter().filter(|endpoint| endpoint.state == EndpointState::Up).count();
-    u32::try_from(up).unwrap_or(u32::MAX)
+    let count = endpoints.iter().filter(|endpoint| endpoint.may_be_asked).count();
+    u32::try_from(count).unwrap_or(u32::MAX)
 }
 
 fn flags(vip: &Vip, routed: bool) -> u32 {

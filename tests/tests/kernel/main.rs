@@ -188,9 +188,9 @@ fn without_healthy_endpoints_the_proxy_gets_the_connection_or_the_kernel_resets_
 fn bpftool_prints_endpoints_and_their_state_by_name() {
     let Some(lab) = Lab::new() else { return };
     lab.run(|lab| {
-        use EndpointState::{AdminDown, BreakerOpen, Draining, ProbeDown, Unknown, Up};
+        use EndpointState::{AdminDown, BreakerOpen, Draining, HalfOpen, ProbeDown, Unknown, Up};
         let mut kernel = lab.load();
-        for state in [ProbeDown, AdminDown, BreakerOpen, Draining, Unknown] {
+        for state in [ProbeDown, AdminDown, BreakerOpen, Draining, HalfOpen, Unknown] {
             kernel.sync(&[vip(VIP, 8080, &[endpoint(1, Up), endpoint(2, state)])]).unwrap();
             let shown = lab::dump(&lab.pins.join("VIPS"));
             assert_eq!(shown.len(), 1);
@@ -494,7 +494,13 @@ fn at(addr: &str, port: u16) -> SocketAddr {
 }
 
 fn endpoint(last: u8, state: EndpointState) -> VipEndpoint {
-    VipEndpoint { addr: [10, 0, 0, last].into(), port: 8000, state, weight: 1 }
+    VipEndpoint {
+        addr: [10, 0, 0, last].into(),
+        port: 8000,
+        state,
+        weight: 1,
+        may_be_asked: state == EndpointState::Up,
+    }
 }
 
 fn vip(addr: &str, port: u16, endpoints: &[VipEndpoint]) -> Vip {

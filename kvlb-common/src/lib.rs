@@ -13,10 +13,12 @@
 
 use core::net::IpAddr;
 
+mod drops;
 mod flow;
 mod pace;
 pub mod packet;
 
+pub use drops::{DROP_REASONS, DROPPED_BYTES, DropReason, Dropped, EVENTS_BYTES, SAMPLE_INTERVAL_NS, Sample};
 pub use flow::Flow;
 pub use pace::Pace;
 

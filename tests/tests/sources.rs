@@ -114,6 +114,30 @@ async fn who_may_not_connect_is_dropped_refused_or_closed_wherever_that_is_found
             Met::Refusal => assert!(not_steered >= 1.0 && refused < 0.5, "{not_steered} {refused}"),
             _ => assert!(refused >= 1.0, "{refused}"),
         }
+        let drops = || scene.stage.cli(&["get", "drops"]).unwrap().ok().unwrap();
+        let wide = scene.stage.cli(&["get", "lb", "-o", "wide"]).unwrap().ok().unwrap();
+        let reason = match stranger {
+            Met::Silence => Some(("acl", "frames syn 1, other")),
+            Met::Refusal => Some(("denied", "10.10.10.254:8080: steered 1, denied 1\n")),
+            _ => None,
+        };
+        let Some((reason, verdicts)) = reason else {
+            assert_eq!(drops(), "The kernel has dropped nothing.\n");
+            assert!(!wide.contains("steered"), "{wide}");
+            kvlb.stop().await.unwrap();
+            continue;
+        };
+        let told = async || drops().contains(STRANGER);
+        eventually(PATIENCE, "the kernel's word has come", told).await.unwrap();
+        let shown = drops();
+        let line = shown.lines().find(|line| line.contains(&format!("{STRANGER}:"))).unwrap();
+        assert!(line.contains(&format!(" {reason} ")) && line.contains("10.10.10.254:8080"), "{line}");
+        assert!(shown.contains(&format!("In all: {reason} ")), "{shown}");
+        assert!(wide.contains(verdicts), "{wide}");
+        let page = kvlb.metrics().await.unwrap();
+        let total = page.value(&format!("kvlb_kernel_drops_total{{reason=\"{reason}\",vip=\"10.10.10.254:8080\"}}"));
+        let samples = page.value(&format!("kvlb_kernel_drop_samples_total{{reason=\"{reason}\"}}"));
+        assert!(total >= 1.0 && samples >= 1.0 && samples <= total, "{samples} of {total}");
         kvlb.stop().await.unwrap();
         assert!(!scene.has_xdp());
     }

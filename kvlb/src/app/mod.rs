@@ -3,6 +3,7 @@
 mod bootstrap;
 mod crew;
 mod desk;
+mod drops;
 mod handles;
 mod keys;
 mod learn;
@@ -317,10 +318,17 @@ impl Parts {
         if let Some(every) = config.scrape_interval {
             tasks.spawn(scrape::keep_scraping(Arc::clone(state), self.asker.clone(), every));
         }
-        if let Some(kernel) = &self.kernel
-            && let Some(log) = kernel.lock().take_log()
-        {
-            tasks.spawn(log.drain());
+        if let Some(kernel) = &self.kernel {
+            let (log, drops) = {
+                let mut kernel = kernel.lock();
+                (kernel.take_log(), kernel.take_drops())
+            };
+            if let Some(log) = log {
+                tasks.spawn(log.drain());
+            }
+            if let Some(drops) = drops {
+                tasks.spawn(drops::keep_telling(drops, Arc::clone(state)));
+            }
         }
         Ok(tasks)
     }

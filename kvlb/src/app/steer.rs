@@ -229,6 +229,7 @@ mod tests {
 
     #[test]
     fn a_vip_is_reset_without_endpoints_where_all_of_its_rules_would_have_it() {
+        use NoEndpoint::{Proxy, Reset};
         let of = |words: &[NoEndpoint]| {
             let state = state();
             let rule = |(id, word): (u32, &NoEndpoint)| {
@@ -240,7 +241,6 @@ mod tests {
             state.publish(&(1..).zip(words).map(rule).collect::<Vec<_>>());
             vips(&state.table()).remove(0).no_endpoint
         };
-        use NoEndpoint::{Proxy, Reset};
         assert_eq!([of(&[Reset]), of(&[Reset, Reset])], [Reset; 2]);
         assert_eq!([of(&[Proxy]), of(&[Reset, Proxy]), of(&[Proxy, Reset])], [Proxy; 3]);
     }

@@ -266,6 +266,8 @@ enum Get {
         #[arg(long)]
         service_id: Option<u32>,
     },
+    /// What the kernel drops: how much of it, and some of it with source and VIP
+    Drops,
     /// All metrics, as Prometheus text
     Metrics,
     /// How kvlb runs, and what does not work as it should
@@ -510,6 +512,7 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
             let query = service_id.map(|id| ("service_id", id.to_string()));
             (vec!["config", "ai", "kv", "savings"], query.into_iter().collect())
         }
+        Get::Drops => (vec!["config", "drops"], vec![]),
         Get::Metrics => return api.text(&["metrics"]).await.map(Answer::from),
         Get::Status => (vec!["status"], vec![]),
         Get::Version => return versions(api, output).await,
@@ -521,6 +524,7 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
         Get::KvInventory { .. } => table::inventory(answer, screen),
         Get::KvStatus { .. } => table::kv_status(answer, screen),
         Get::Savings { .. } => table::savings(answer, screen),
+        Get::Drops => table::drops(answer, screen),
         Get::Status | Get::Metrics | Get::Version => table::status(answer, screen),
     });
     let broken = matches!(get, Get::KvStatus { .. }) && table::any_mismatch(&answer);

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use aya::EbpfError;
 use aya::maps::MapError;
+use aya::programs::ProgramError;
 
 /// Why the kernel does not do its share.
 #[derive(Debug, thiserror::Error)]
@@ -165,10 +166,16 @@ pub(super) fn from_program(error: EbpfError) -> Error {
     }
 }
 
-/// The refusal for lack of privilege that `error` was caused by, if it was.
+/// The refusal for lack of privilege that `error` was caused by, if it was. The verifier's own refusals have the same code
+/// as some of those, but say why.
 fn refused(error: &EbpfError) -> Option<io::Error> {
     let mut cause = Some(error as &dyn std::error::Error);
     while let Some(error) = cause {
+        if let Some(ProgramError::LoadError { verifier_log, .. }) = error.downcast_ref()
+            && !verifier_log.to_string().trim().is_empty()
+        {
+            return None;
+        }
         let io = error.downcast_ref::<io::Error>();
         if let Some(code) =
             io.filter(|io| io.kind() == io::ErrorKind::PermissionDenied).and_then(io::Error::raw_os_error)
@@ -183,8 +190,6 @@ fn refused(error: &EbpfError) -> Option<io::Error> {
 #[cfg(test)]
 mod tests {
     use std::error::Error as _;
-
-    use aya::programs::ProgramError;
 
     use super::*;
 

@@ -143,7 +143,7 @@ fn key6(list: u32, addr: Ipv6Addr, bits: u8) -> Key<Network6> {
 }
 
 /// The map `name` out of the object, by the type that its Rust name says.
-fn typed<T: TryFrom<Map, Error = MapError>>(ebpf: &mut Ebpf, name: &'static str) -> Result<T, Error> {
+pub(super) fn typed<T: TryFrom<Map, Error = MapError>>(ebpf: &mut Ebpf, name: &'static str) -> Result<T, Error> {
     let map = ebpf.take_map(name).ok_or_else(|| missing(name))?;
     T::try_from(map).map_err(failed("use", name))
 }

@@ -13,6 +13,7 @@
 //! Linux before 5.9 has no `SK_LOOKUP`; without it, or without privileges, the proxy binds the VIPs itself.
 
 mod admission;
+mod drops;
 mod error;
 mod log;
 mod maps;
@@ -25,15 +26,17 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 
 use aya::programs::SkLookup;
 use aya::{Ebpf, EbpfError, EbpfLoader};
-pub use kvlb_common::{ENDPOINTS_MAX, EndpointState, FrameStats, LISTENERS_MAX, VIPS_MAX, VipStats};
+pub use kvlb_common::{DropReason, ENDPOINTS_MAX, EndpointState, FrameStats, LISTENERS_MAX, VIPS_MAX, VipStats};
 
 pub use crate::fleet::NoEndpoint;
 pub use admission::AdmissionMode;
+pub use drops::{Dropped, Drops};
 pub use error::Error;
 pub use log::{DRAIN_INTERVAL, ProgramLog};
 
@@ -138,6 +141,7 @@ pub struct Kernel {
     /// Another process has the pins and routes: nothing of them is touched.
     joined: bool,
     log: Option<ProgramLog>,
+    drops: Option<Drops>,
     /// The devices that are to have admission, and those that have it.
     xdp_devices: Vec<String>,
     admitting: Vec<Admitting>,
@@ -160,12 +164,13 @@ impl Kernel {
         let pins = PinDir::open(&config.pin_dir)?;
         let routes = Routes::open(pins.stale().1)?;
         pins.clear()?;
-        let (mut ebpf, log, maps) = programs(config)?;
+        let Loaded { mut ebpf, log, drops, maps } = programs(config)?;
         maps.pin(&pins)?;
         attach(&mut ebpf)?;
         let xdp_devices = config.xdp_devices.clone();
         let admitting = if xdp_devices.is_empty() { Vec::new() } else { admission::attach(&mut ebpf, &xdp_devices)? };
-        Ok(Self { table: Table::default(), maps, routes, pins, joined: false, log, xdp_devices, admitting, ebpf })
+        let (table, drops) = (Table::default(), Some(drops));
+        Ok(Self { table, maps, routes, pins, joined: false, log, drops, xdp_devices, admitting, ebpf })
     }
 
     /// Loads the program and its maps beside those of a process that hands over, whose lock of the pin directory this is.
@@ -178,7 +183,7 @@ impl Kernel {
         let mut pins = PinDir::given(&config.pin_dir, lock);
         let made =
             admission::check(&config.xdp_devices).and_then(|()| Ok((Routes::open(Vec::new())?, programs(config)?)));
-        let (routes, (ebpf, log, maps)) = match made {
+        let (routes, Loaded { ebpf, log, drops, maps }) = match made {
             Ok(made) => made,
             Err(error) => {
                 // They are the other's still.
@@ -187,8 +192,8 @@ impl Kernel {
             }
         };
         let xdp_devices = config.xdp_devices.clone();
-        let (table, admitting) = (Table::default(), Vec::new());
-        Ok(Self { table, maps, routes, pins, joined: true, log, xdp_devices, admitting, ebpf })
+        let (table, admitting, drops) = (Table::default(), Vec::new(), Some(drops));
+        Ok(Self { table, maps, routes, pins, joined: true, log, drops, xdp_devices, admitting, ebpf })
     }
 
     /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
@@ -306,6 +311,21 @@ impl Kernel {
         self.table.ids().map(|(at, id)| Ok((at, self.maps.stats(id)?))).collect()
     }
 
+    /// The same of the VIPs with this address and these ports.
+    ///
+    /// # Errors
+    /// [`Error::Map`] when the kernel does not give them.
+    pub fn stats_of(&self, addr: IpAddr, ports: RangeInclusive<u16>) -> Result<Vec<(SocketAddr, VipStats)>, Error> {
+        let addr = addr.to_canonical();
+        let range = SocketAddr::new(addr, *ports.start())..=SocketAddr::new(addr, *ports.end());
+        self.table.ids_at(range).map(|(at, id)| Ok((at, self.maps.stats(id)?))).collect()
+    }
+
+    /// What the programs tell of those that they drop, once: whoever takes it reads it.
+    pub fn take_drops(&mut self) -> Option<Drops> {
+        self.drops.take()
+    }
+
     /// The program's log, once: whoever takes it drains it into ours.
     pub fn take_log(&mut self) -> Option<ProgramLog> {
         self.log.take()
@@ -372,18 +392,26 @@ impl fmt::Debug for Kernel {
     }
 }
 
-/// The object in the kernel: its programs' log, its maps, and the admission program where a device needs it.
-fn programs(config: &Config) -> Result<(Ebpf, Option<ProgramLog>, Maps), Error> {
+/// The object in the kernel.
+struct Loaded {
+    ebpf: Ebpf,
+    log: Option<ProgramLog>,
+    drops: Drops,
+    maps: Maps,
+}
+
+/// Loads the object: its programs' log, its maps, and the admission program where a device needs it.
+fn programs(config: &Config) -> Result<Loaded, Error> {
     let admits = !config.xdp_devices.is_empty();
     let sources = if admits { kvlb_common::SOURCES_MAX } else { 1 };
     let mut ebpf =
         EbpfLoader::new().map_max_entries(maps::SOURCES, sources).load(OBJECT).map_err(error::from_program)?;
     let log = ProgramLog::open(&mut ebpf);
-    let maps = Maps::take(&mut ebpf)?;
+    let (drops, maps) = (Drops::open(&mut ebpf)?, Maps::take(&mut ebpf)?);
     if admits {
         admission::load(&mut ebpf)?;
     }
-    Ok((ebpf, log, maps))
+    Ok(Loaded { ebpf, log, drops, maps })
 }
 
 /// Attaches the program to the network namespace of this thread.

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 
 use kvlb_common::{
     ENDPOINTS_MAX, Endpoint, VIP_ALLOWED, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey, addr_bytes,
@@ -175,6 +176,11 @@ impl Table {
     /// The index of each VIP's counters.
     pub(super) fn ids(&self) -> impl Iterator<Item = (SocketAddr, u32)> {
         self.vips.iter().map(|(at, row)| (*at, row.info.id))
+    }
+
+    /// The same of some VIPs.
+    pub(super) fn ids_at(&self, at: RangeInclusive<SocketAddr>) -> impl Iterator<Item = (SocketAddr, u32)> {
+        self.vips.range(at).map(|(at, row)| (*at, row.info.id))
     }
 
     /// Adds the VIP or brings it up to date.

@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(breaker.admit(|| now), Some(false), "nothing is tried while it is open");
         let later = breaker.trials_at(now).unwrap();
         // Milliseconds are what it counts in.
-        assert!(later > now + RULE.open - Duration::from_millis(2) && later <= now + RULE.open);
+        assert!(later + Duration::from_millis(2) > now + RULE.open && later <= now + RULE.open);
         assert_eq!((breaker.trials_at(later), Breaker::new(now).trials_at(now)), (None, None));
         assert_eq!(breaker.word(|| later), Word::HalfOpen);
         assert!((0..3).all(|_| breaker.admit(|| later) == Some(true)));

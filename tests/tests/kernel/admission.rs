@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvlb::kernel::{AdmissionMode, Config, Error, FrameStats, Kernel, Phase, SynLimit, Vip, VipStats};
+use kvlb::kernel::{
+    AdmissionMode, Config, DropReason, Dropped, Error, FrameStats, Kernel, Phase, SynLimit, Vip, VipStats,
+};
 use socket2::{Domain, Socket, Type};
 
 use crate::frames::{self, ACK, FIN, IPV4, IPV6, RST, SYN, Sender, TCP, ethernet, padding, segment, tcp, v4, v6};
@@ -567,6 +569,59 @@ fn the_maps_show_networks_buckets_and_counters_by_name() {
         assert_eq!(frames[0]["values"][0]["value"]["chains"], 0, "{frames:?}");
         let network = &lab::dump(&lab.pins.join("ACL4"))[0];
         assert!(network["value"] == 7 && network["key"]["data"]["list"] == shown["value"]["allowed"], "{network}");
+    });
+}
+
+#[test]
+fn the_programs_tell_of_drops_with_who_and_why_and_how_many_there_were() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let mut kernel = load(lab, &["lo"]).unwrap();
+        let mut all = vips();
+        all.push(Vip { syn: Some(SynLimit { rule: 9, per_sec: 1, burst: 1 }), ..vip(VIP, 84, &[]) });
+        kernel.sync(&all).unwrap();
+        let mut drops = kernel.take_drops().unwrap();
+        let program = kernel.admission_id().unwrap();
+        let (c6, a6): (IpAddr, IpAddr) = (CLIENT6.parse().unwrap(), VIP6.parse().unwrap());
+        let chain = v6(c6, a6, &vec![padding(); 9], TCP, &tcp(40_000, 80, SYN));
+        let cut = v4(CLIENT.parse().unwrap(), VIP.parse().unwrap(), 0, 0x2000, TCP, &tcp(40_001, 80, SYN)[..8]);
+        let syn = |from: &str, to| segment(at(from, 40_000), at(if from.contains(':') { VIP6 } else { VIP }, to), SYN);
+        let rule = Some(7);
+        let cases = [
+            (syn("10.78.0.2", 81), DropReason::Acl, Some((at("10.78.0.2", 40_000), at(VIP, 81))), rule),
+            (syn(CLIENT, 84), DropReason::Rate, Some((at(CLIENT, 40_000), at(VIP, 84))), rule),
+            (ethernet(&[], IPV4, &cut), DropReason::Cut, Some((at(CLIENT, 40_001), at(VIP, 80))), rule),
+            (ethernet(&[], IPV6, &chain), DropReason::Chain, None, None),
+        ];
+        lab::xdp_run(program, &cases[1].0, 1);
+        for (frame, reason, between, rule) in cases {
+            lab::xdp_run(program, &frame, 1);
+            let told = Dropped { reason, between, rule, count: 1 };
+            assert_eq!((drops.take(), drops.take()), (Some(told), None), "{reason:?}");
+        }
+        // Of what follows at once nobody is told, until a tenth of a second later. Wherever the frames are run, each is in
+        // one count.
+        let six = syn("fd77:0:0:1::2", 81);
+        let (mut told, mut events, many) = (0, 0, 20_000);
+        for _ in 0..5 {
+            lab::xdp_run(program, &six, many);
+        }
+        let cpus = thread::available_parallelism().unwrap().get();
+        for _ in 0..50 * cpus {
+            thread::sleep(Duration::from_millis(110 / 10));
+            lab::xdp_run(program, &six, 1);
+            while let Some(dropped) = drops.take() {
+                assert_eq!(
+                    (dropped.reason, dropped.between.unwrap().0),
+                    (DropReason::Acl, at("fd77:0:0:1::2", 40_000))
+                );
+                (told, events) = (told + u64::from(dropped.count), events + 1);
+            }
+        }
+        let counted = kernel.stats().unwrap().iter().map(|(_, stats)| stats.syn_denied).sum::<u64>();
+        lab::tell(&format!("{counted} drops, {told} in {events} events"));
+        assert!(told <= counted && told >= 5 * many / 2 && events <= 50 * cpus, "{told} of {counted} in {events}");
+        kernel.shutdown().unwrap();
     });
 }
 

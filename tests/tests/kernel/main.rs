@@ -17,7 +17,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvlb::kernel::{Config, EndpointState, Error, Kernel, NoEndpoint, Phase, Vip, VipEndpoint, VipStats};
+use kvlb::kernel::{Config, DropReason, EndpointState, Error, Kernel, NoEndpoint, Phase, Vip, VipEndpoint, VipStats};
 use lab::{Child, Lab, TCP, UDP};
 
 /// The VIP of most tests, an address of no device.
@@ -301,6 +301,42 @@ fn every_verdict_is_the_programs_own_under_test_run() {
         let (steered, refused) = (VipStats { steered: 1, ..NONE }, VipStats { refused: 1, ..NONE });
         assert_eq!(counted, [steered, refused, NONE, VipStats { no_listener: 1, ..NONE }]);
     });
+}
+
+#[test]
+fn steering_tells_of_those_that_it_refuses() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let mut kernel = lab.load();
+        let reset = |addr, port| Vip { no_endpoint: NoEndpoint::Reset, ..vip(addr, port, &[]) };
+        let closed = Vip { allowed: vec![("10.1.0.0".parse().unwrap(), 16)], ..vip(VIP, 82, &[]) };
+        kernel.sync(&[vip(VIP, 80, &[]), reset(VIP, 81), reset("fd98::1", 81), closed]).unwrap();
+        let mut drops = kernel.take_drops().unwrap();
+        for (addr, port, reason) in [
+            (VIP, 80, DropReason::NoListener),
+            (VIP, 81, DropReason::NoEndpoint),
+            (VIP, 82, DropReason::Denied),
+            ("fd98::1", 81, DropReason::NoEndpoint),
+        ] {
+            // Another of the same reason on the same CPU is told of a tenth of a second later.
+            thread::sleep(Duration::from_millis(120));
+            let source = at(if addr == VIP { VIP } else { "::1" }, free_port());
+            let socket =
+                socket2::Socket::new(socket2::Domain::for_address(source), socket2::Type::STREAM, None).unwrap();
+            socket.bind(&source.into()).unwrap();
+            let refused = socket.connect(&at(addr, port).into()).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+            let told = drops.take().unwrap();
+            assert_eq!((told.reason, told.between, told.rule), (reason, Some((source, at(addr, port))), Some(7)));
+            assert_eq!((told.count, drops.take()), (1, None));
+        }
+    });
+}
+
+/// A port that nobody has, in a namespace of a test's own.
+fn free_port() -> u16 {
+    static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(20_000);
+    NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
 }
 
 #[test]

@@ -99,6 +99,7 @@ pub(crate) const BODY: &[Field] = &[
         Part::ReadOnly,
         "the numbers by which overlap is weighed against load, the process's included",
     ),
+    field("vips", Any, Part::ReadOnly, "what became of connections to its VIPs in the kernel"),
     field("notes", Any, Part::ReadOnly, "what an operator should know of the rule"),
     field("refused", Any, Part::ReadOnly, "why a kept rule is not in force"),
 ];

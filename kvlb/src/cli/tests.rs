@@ -165,6 +165,9 @@ fn the_grammar_is_whole() {
         "kvlb apply -f f",
         "kvlb completion fish",
         "kvlb version",
+        "kvlb get drops",
+        "kvlb doctor --xdp-dev eth0 -o json",
+        "kvlb down --pin-dir /sys/fs/bpf/x --all-routes --wait 5s",
         "kvlb up",
     ] {
         assert!(read(line).is_ok(), "{line}: {:?}", read(line).err());

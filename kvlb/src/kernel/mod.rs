@@ -13,8 +13,11 @@
 //! Linux before 5.9 has no `SK_LOOKUP`; without it, or without privileges, the proxy binds the VIPs itself.
 
 mod admission;
+mod doctor;
+mod driver;
 mod drops;
 mod error;
+mod leftovers;
 mod log;
 mod maps;
 mod pins;
@@ -36,16 +39,20 @@ pub use kvlb_common::{DropReason, ENDPOINTS_MAX, EndpointState, FrameStats, LIST
 
 pub use crate::fleet::NoEndpoint;
 pub use admission::AdmissionMode;
+pub use doctor::{Finding, Verdict, examine};
 pub use drops::{Dropped, Drops};
 pub use error::Error;
+pub use leftovers::{Cleared, clear, holders};
 pub use log::{DRAIN_INTERVAL, ProgramLog};
 
 use admission::Admitting;
 use error::Outcome;
+use kvlb_common::Stamp;
 use maps::Maps;
 use pins::PinDir;
 use routes::Routes;
 use table::{Table, Wanted};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// The object that `cargo xtask build-ebpf` makes of `kvlb-ebpf`.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/bpf/kvlb.bpf.o"));
@@ -163,8 +170,8 @@ impl Kernel {
         admission::check(&config.xdp_devices)?;
         let pins = PinDir::open(&config.pin_dir)?;
         let routes = Routes::open(pins.stale().1)?;
+        let Loaded { mut ebpf, log, drops, maps } = programs(config, Some(&pins))?;
         pins.clear()?;
-        let Loaded { mut ebpf, log, drops, maps } = programs(config)?;
         maps.pin(&pins)?;
         attach(&mut ebpf)?;
         let xdp_devices = config.xdp_devices.clone();
@@ -181,8 +188,8 @@ impl Kernel {
     /// As [`Kernel::load`].
     pub fn join(config: &Config, lock: File) -> Result<Self, Error> {
         let mut pins = PinDir::given(&config.pin_dir, lock);
-        let made =
-            admission::check(&config.xdp_devices).and_then(|()| Ok((Routes::open(Vec::new())?, programs(config)?)));
+        let made = admission::check(&config.xdp_devices)
+            .and_then(|()| Ok((Routes::open(Vec::new())?, programs(config, Some(&pins))?)));
         let (routes, Loaded { ebpf, log, drops, maps }) = match made {
             Ok(made) => made,
             Err(error) => {
@@ -400,14 +407,22 @@ struct Loaded {
     maps: Maps,
 }
 
-/// Loads the object: its programs' log, its maps, and the admission program where a device needs it.
-fn programs(config: &Config) -> Result<Loaded, Error> {
+/// Loads the object: its programs' log, its maps, and the admission program where a device needs it. Buckets of a process
+/// before, which has left its pins or is about to, are used on.
+fn programs(config: &Config, before: Option<&PinDir>) -> Result<Loaded, Error> {
     let admits = !config.xdp_devices.is_empty();
     let sources = if admits { kvlb_common::SOURCES_MAX } else { 1 };
-    let mut ebpf =
-        EbpfLoader::new().map_max_entries(maps::SOURCES, sources).load(OBJECT).map_err(error::from_program)?;
+    let stamp = Stamp { object: xxh3_64(OBJECT) };
+    let buckets = before.and_then(|pins| pins.buckets(stamp, sources));
+    let mut loader = EbpfLoader::new();
+    loader.map_max_entries(maps::SOURCES, sources);
+    if let Some(path) = &buckets {
+        loader.map_pin_path(maps::SOURCES, path);
+    }
+    let mut ebpf = loader.load(OBJECT).map_err(error::from_program)?;
     let log = ProgramLog::open(&mut ebpf);
-    let (drops, maps) = (Drops::open(&mut ebpf)?, Maps::take(&mut ebpf)?);
+    let (drops, mut maps) = (Drops::open(&mut ebpf)?, Maps::take(&mut ebpf)?);
+    maps.stamp(stamp)?;
     if admits {
         admission::load(&mut ebpf)?;
     }

@@ -480,6 +480,57 @@ fn the_privileges_for_steering_are_enough_for_admission() {
     });
 }
 
+#[test]
+fn who_sent_too_much_before_a_crash_has_no_new_burst_after_it_unless_the_maps_are_anothers() {
+    let Some(lab) = Lab::new() else { return };
+    let _client = lab.neighbour("10.77.0.1/24", "10.77.0.2/24");
+    lab.run(|lab| {
+        let syn = segment(at(CLIENT, 40_000), at(VIP, 80), SYN);
+        let limited = Vip { syn: Some(SynLimit { rule: 7, per_sec: 1, burst: 1000 }), ..vip(VIP, 80, &[]) };
+        // What passes of 2000 SYNs, by the program of a kvlb that is killed then.
+        let crash = || {
+            let this = Command::new(lab::this_program());
+            let mut child = lab::Child::start(this, "admission::child_that_limits", &lab.pins);
+            let program: u32 = child.wait_for("limiting ").parse().unwrap();
+            lab::xdp_run(program, &syn, 2000);
+            child.kill();
+            assert!(!lab::is_loaded(program));
+        };
+        crash();
+        let mut kernel = load(lab, &["lan"]).unwrap();
+        kernel.sync(std::slice::from_ref(&limited)).unwrap();
+        lab::xdp_run(kernel.admission_id().unwrap(), &syn, 100);
+        let stats = counters(&kernel).0;
+        assert!(stats.syn_passed < 50 && stats.syn_passed + stats.syn_over_rate == 100, "{stats:?}");
+        kernel.shutdown().unwrap();
+        // After a stop nothing is left, and a map of another object is not used.
+        crash();
+        lab::sh(&format!(
+            "bpftool map update pinned {} key 0 0 0 0 value 1 2 3 4 5 6 7 8",
+            lab.pins.join("STAMP").display()
+        ));
+        let mut kernel = load(lab, &["lan"]).unwrap();
+        kernel.sync(&[limited]).unwrap();
+        lab::xdp_run(kernel.admission_id().unwrap(), &syn, 100);
+        assert_eq!(counters(&kernel).0.syn_passed, 100);
+        assert_ne!(lab::dump(&lab.pins.join("STAMP"))[0]["value"]["object"], 0x0807_0605_0403_0201_u64);
+        kernel.shutdown().unwrap();
+        assert!(!lab.pins.exists());
+    });
+}
+
+/// As a child process of other tests: limits a source, and waits to be killed.
+#[test]
+fn child_that_limits() {
+    let Some(pin_dir) = lab::pin_dir_from_parent() else { return };
+    let mut kernel = Kernel::load(&Config { pin_dir, xdp_devices: vec!["lan".to_owned()] }).unwrap();
+    kernel.sync(&[Vip { syn: Some(SynLimit { rule: 7, per_sec: 1, burst: 1000 }), ..vip(VIP, 80, &[]) }]).unwrap();
+    lab::tell(&format!("limiting {}", kernel.admission_id().unwrap()));
+    loop {
+        thread::park();
+    }
+}
+
 /// As a child process of other tests: judges frames, and waits to be killed.
 #[test]
 fn child_that_admits() {

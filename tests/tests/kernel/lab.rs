@@ -152,6 +152,11 @@ impl Child {
         panic!("the child ended without {mark:?}");
     }
 
+    /// Its process id.
+    pub(crate) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Kills it.
     pub(crate) fn kill(mut self) {
         self.process.kill().unwrap();

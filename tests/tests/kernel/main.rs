@@ -17,7 +17,9 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvlb::kernel::{Config, DropReason, EndpointState, Error, Kernel, NoEndpoint, Phase, Vip, VipEndpoint, VipStats};
+use kvlb::kernel::{
+    Cleared, Config, DropReason, EndpointState, Error, Kernel, NoEndpoint, Phase, Vip, VipEndpoint, VipStats,
+};
 use lab::{Child, Lab, TCP, UDP};
 
 /// The VIP of most tests, an address of no device.
@@ -430,6 +432,32 @@ fn a_start_that_serves_nothing_removes_a_dead_predecessors_routes_when_it_stops(
         lab::kill_holder(&lab.pins);
         assert_ne!(lab::local_table(), before);
         lab.load().shutdown().unwrap();
+        assert_eq!(lab::local_table(), before);
+    });
+}
+
+#[test]
+fn what_a_crash_left_is_removed_without_a_start_and_a_running_one_is_named() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let before = lab::local_table();
+        assert_eq!(kvlb::kernel::clear(&lab.pins, false).unwrap(), Cleared::default());
+        assert!(!lab.pins.exists());
+        let mut child = Child::start(Command::new(lab::this_program()), "child_that_holds", &lab.pins);
+        child.wait_for("holding ");
+        assert_eq!(kvlb::kernel::holders(&lab.pins), [child.id()]);
+        assert!(matches!(kvlb::kernel::clear(&lab.pins, true), Err(Error::InUse { .. })));
+        child.kill();
+        assert_eq!(kvlb::kernel::holders(&lab.pins), [0; 0]);
+        // One more, whose pins are lost, and one of IPv6.
+        lab::sh("ip route add local 10.98.0.9 dev lo proto 75 && ip -6 route add local fd98::9 dev lo proto 75");
+        let cleared = kvlb::kernel::clear(&lab.pins, false).unwrap();
+        let addrs = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpAddr>>();
+        assert_eq!(cleared.routes, addrs(&[VIP, "10.98.0.2"]));
+        assert_eq!((cleared.pins.len(), cleared.others), (8, addrs(&["10.98.0.9", "fd98::9"])));
+        assert!(!lab.pins.exists());
+        let cleared = kvlb::kernel::clear(&lab.pins, true).unwrap();
+        assert_eq!((cleared.routes, cleared.others), (addrs(&["10.98.0.9", "fd98::9"]), Vec::new()));
         assert_eq!(lab::local_table(), before);
     });
 }

@@ -27,6 +27,9 @@ use crate::telemetry::Metrics;
 /// A rule's answer waits this long for what its engines say of themselves: on a local network they need some 20 ms.
 const FIRST_WORDS: Duration = Duration::from_millis(400);
 
+/// Of a long range of ports, a few are enough to see what is the matter.
+const OWNED_SHOWN: usize = 4;
+
 /// kvlb's state, as the API reads it.
 pub(super) struct LiveState {
     state: Arc<State>,
@@ -59,6 +62,15 @@ impl LiveState {
             said.into_iter().map(move |said| format!("{who}: {said}")).collect::<Vec<_>>()
         };
         service.endpoints.iter().enumerate().flat_map(of_endpoint).collect()
+    }
+
+    /// VIPs of a rule that the kernel does not steer, since other programs have them.
+    fn owned_by_others(&self, service: &Service) -> Vec<String> {
+        let Some(kernel) = self.kernel.as_ref().and_then(Weak::upgrade) else { return Vec::new() };
+        let key = &service.rule().key;
+        let owned = kernel.lock().owned(key.vip, key.ports.first..=key.ports.last);
+        let note = |(at, who): (SocketAddr, String)| format!("{at} is not served: {who} listens there");
+        owned.into_iter().take(OWNED_SHOWN).map(note).collect()
     }
 
     fn service(&self, rule: RuleId) -> Option<Arc<Service>> {
@@ -245,14 +257,17 @@ impl Live for LiveState {
         if service.rule().syn.is_some() && self.admission_devices().is_empty() {
             notes.push("synRate has no effect: no device judges SYNs (--xdp-dev)".to_owned());
         }
+        notes.extend(self.owned_by_others(&service));
         notes.extend(self.contradictions_of(&service));
         notes
     }
 
     fn contradictions(&self, rule: RuleId) -> Vec<String> {
         let Some(service) = self.service(rule) else { return Vec::new() };
+        let mut notes = self.owned_by_others(&service);
         learn::wait_for_first_answers(&service, FIRST_WORDS);
-        self.contradictions_of(&service)
+        notes.extend(self.contradictions_of(&service));
+        notes
     }
 
     fn preflight(&self, rule: RuleId) -> Option<Report> {

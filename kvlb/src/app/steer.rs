@@ -60,8 +60,11 @@ pub(super) fn sync(kernel: &Mutex<Kernel>, state: &State, leaving: &mut Leaving,
     match done {
         Ok(()) => state.recovered(DEGRADED),
         Err(error) => {
-            tracing::error!(error = &error as &dyn std::error::Error, "could not write to the kernel's maps");
-            state.degrade(DEGRADED, error.to_string());
+            let why = error.to_string();
+            if state.degraded().iter().all(|known| *known != (DEGRADED, why.clone())) {
+                tracing::error!(error = &error as &dyn std::error::Error, "not every VIP is as its rules say");
+            }
+            state.degrade(DEGRADED, why);
         }
     }
 }

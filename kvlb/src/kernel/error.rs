@@ -119,6 +119,16 @@ pub enum Error {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// Another program listens where VIPs are to be; they are not taken from it.
+    #[error("{at} is not served: {who} listens there{}", more(*others))]
+    Owned {
+        /// The first of them.
+        at: SocketAddr,
+        /// Who it is.
+        who: String,
+        /// How many more VIPs are others'.
+        others: usize,
+    },
     /// No VIP can have this address.
     #[error("{addr} cannot be a VIP: it is not the address of one host")]
     Address {
@@ -141,6 +151,11 @@ pub enum Error {
         /// How many there can be.
         max: u32,
     },
+}
+
+/// How many more there are.
+fn more(others: usize) -> String {
+    if others == 0 { String::new() } else { format!(" (and so with {others} more)") }
 }
 
 /// The outcome of several steps that are all taken, whatever becomes of each: the first failure.

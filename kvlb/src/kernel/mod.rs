@@ -20,6 +20,7 @@ mod error;
 mod leftovers;
 mod log;
 mod maps;
+mod owners;
 mod pins;
 mod routes;
 mod slots;
@@ -149,6 +150,8 @@ pub struct Kernel {
     joined: bool,
     log: Option<ProgramLog>,
     drops: Option<Drops>,
+    /// New VIPs that the last list had, and that others have.
+    owned: Vec<(SocketAddr, String)>,
     /// The devices that are to have admission, and those that have it.
     xdp_devices: Vec<String>,
     admitting: Vec<Admitting>,
@@ -177,7 +180,19 @@ impl Kernel {
         let xdp_devices = config.xdp_devices.clone();
         let admitting = if xdp_devices.is_empty() { Vec::new() } else { admission::attach(&mut ebpf, &xdp_devices)? };
         let (table, drops) = (Table::default(), Some(drops));
-        Ok(Self { table, maps, routes, pins, joined: false, log, drops, xdp_devices, admitting, ebpf })
+        Ok(Self {
+            table,
+            maps,
+            routes,
+            pins,
+            joined: false,
+            log,
+            drops,
+            owned: Vec::new(),
+            xdp_devices,
+            admitting,
+            ebpf,
+        })
     }
 
     /// Loads the program and its maps beside those of a process that hands over, whose lock of the pin directory this is.
@@ -200,7 +215,19 @@ impl Kernel {
         };
         let xdp_devices = config.xdp_devices.clone();
         let (table, admitting, drops) = (Table::default(), Vec::new(), Some(drops));
-        Ok(Self { table, maps, routes, pins, joined: true, log, drops, xdp_devices, admitting, ebpf })
+        Ok(Self {
+            table,
+            maps,
+            routes,
+            pins,
+            joined: true,
+            log,
+            drops,
+            owned: Vec::new(),
+            xdp_devices,
+            admitting,
+            ebpf,
+        })
     }
 
     /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
@@ -291,15 +318,19 @@ impl Kernel {
     /// Makes the kernel's VIPs, endpoints and routes what `vips` says. Writes only what differs, each VIP at one stroke
     /// after its endpoints; doing so again does nothing.
     ///
+    /// A new VIP at which another program listens is left to it, until it does not any more.
+    ///
     /// # Errors
     /// [`Error::Address`] and [`Error::Twice`] before anything is written. Otherwise the first failure, after everything
-    /// else has been done; the next call tries again what failed.
+    /// else has been done; the next call tries again what failed. [`Error::Owned`] where nothing else has.
     pub fn sync(&mut self, vips: &[Vip]) -> Result<(), Error> {
-        let wanted = Wanted::checked(vips)?;
-        let addrs: BTreeSet<IpAddr> = wanted.addrs().collect();
+        let mut wanted = Wanted::checked(vips)?;
         // A route comes after its entries and goes before them, so that whatever a crash leaves is in the map.
         let mut outcome = Outcome::default();
+        let mut owned = Ok(());
         if !self.joined {
+            owned = self.leave_to_others(&mut wanted, &mut outcome);
+            let addrs: BTreeSet<IpAddr> = wanted.addrs().collect();
             outcome.note(self.routes.retain(&addrs));
             outcome.note(self.routes.claim(&addrs));
         }
@@ -307,7 +338,39 @@ impl Kernel {
         if !self.joined {
             outcome.note(self.routes.add_claimed());
         }
+        outcome.note(owned);
         outcome.finish()
+    }
+
+    /// Leaves out new VIPs at which others listen, and says which.
+    fn leave_to_others(&mut self, wanted: &mut Wanted<'_>, outcome: &mut Outcome) -> Result<(), Error> {
+        let new = wanted.new_to(&self.table);
+        self.owned.clear();
+        if new.is_empty() {
+            return Ok(());
+        }
+        // Where the kernel does not say, VIPs are taken as before it did.
+        let listening = owners::listening().unwrap_or_else(|error| {
+            tracing::debug!(%error, "who listens where is not known");
+            Vec::new()
+        });
+        outcome.note(self.routes.claim(&new.iter().map(SocketAddr::ip).collect()));
+        for at in new {
+            if let Some(owner) = owners::owner(&listening, at, self.routes.is_others(at.ip())) {
+                wanted.leave_out(at);
+                self.owned.push((at, owners::whose(owner)));
+            }
+        }
+        match self.owned.first() {
+            Some((at, who)) => Err(Error::Owned { at: *at, who: who.clone(), others: self.owned.len() - 1 }),
+            None => Ok(()),
+        }
+    }
+
+    /// VIPs with this address and these ports that other programs have, and who.
+    pub fn owned(&self, addr: IpAddr, ports: RangeInclusive<u16>) -> Vec<(SocketAddr, String)> {
+        let of_rule = |(at, _): &&(SocketAddr, String)| at.ip() == addr.to_canonical() && ports.contains(&at.port());
+        self.owned.iter().filter(of_rule).cloned().collect()
     }
 
     /// The counters of each VIP since it was added, all CPUs together, in the order of addresses and ports.

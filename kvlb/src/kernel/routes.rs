@@ -83,6 +83,11 @@ impl Routes {
         matches!(self.held.get(&addr), Some(Hold::Claimed | Hold::Ours))
     }
 
+    /// Whether `addr` is local without kvlb, as far as it has been looked at.
+    pub(super) fn is_others(&self, addr: IpAddr) -> bool {
+        self.held.get(&addr) == Some(&Hold::Foreign)
+    }
+
     /// Forgets all addresses but `addrs`, and removes what was added for the others, also by a dead predecessor.
     pub(super) fn retain(&mut self, addrs: &BTreeSet<IpAddr>) -> Result<(), Error> {
         let ours = self.held.iter().filter(|(_, hold)| **hold == Hold::Ours).map(|(addr, _)| *addr);

@@ -64,6 +64,16 @@ impl<'a> Wanted<'a> {
         Ok(Self(wanted))
     }
 
+    /// Those that the table does not hold.
+    pub(super) fn new_to(&self, table: &Table) -> Vec<SocketAddr> {
+        self.0.keys().filter(|at| !table.vips.contains_key(at)).copied().collect()
+    }
+
+    /// Leaves one out.
+    pub(super) fn leave_out(&mut self, at: SocketAddr) {
+        self.0.remove(&at);
+    }
+
     /// The addresses of all VIPs, some more than once.
     pub(super) fn addrs(&self) -> impl Iterator<Item = IpAddr> {
         self.0.keys().map(SocketAddr::ip)

@@ -188,6 +188,31 @@ async fn a_device_with_admission_is_shown_limits_a_source_and_is_free_when_kvlb_
 }
 
 #[tokio::test]
+async fn a_device_that_vanishes_is_named_and_judged_again_when_it_is_back() {
+    let Some(scene) = Scene::new("vanish") else { return };
+    let device = scene.device.as_str();
+    let kvlb = scene.stage.kvlb(&["--xdp-dev", device]).await.unwrap();
+    let ip = |args: &[&str]| drop(scene.stage.program("ip".as_ref(), args).unwrap().ok().unwrap());
+    let attached = format!("kvlb_xdp_attached{{device=\"{device}\",mode=\"native\"}}");
+    let degraded = async || kvlb.api("GET", "/netlox/v1/status", None).await.unwrap().1["degraded"].to_string();
+    assert!(kvlb.metric(&attached).await.unwrap() > 0.5);
+    ip(&["link", "del", device]);
+    eventually(PATIENCE, "the loss is told", async || {
+        degraded().await.contains(&format!("there is no device {device}"))
+    })
+    .await
+    .unwrap();
+    assert!(kvlb.metric(&attached).await.unwrap() < 0.5);
+    assert!(kvlb.log().contains("the device is gone"), "{}", kvlb.log());
+    // Another device with its name.
+    ip(&["link", "add", device, "type", "veth", "peer", "name", "other"]);
+    eventually(PATIENCE, "the new one is judged", async || scene.has_xdp() && degraded().await == "[]").await.unwrap();
+    assert!(kvlb.metric(&attached).await.unwrap() > 0.5);
+    kvlb.stop().await.unwrap();
+    assert!(!scene.has_xdp());
+}
+
+#[tokio::test]
 async fn without_its_devices_kvlb_does_not_start_and_a_limit_says_that_it_has_no_effect() {
     let Some(scene) = Scene::new("nodevice") else { return };
     let error = scene.stage.kvlb(&["--xdp-dev", "kvlb-none"]).await.unwrap_err();

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::NO_ADMISSION;
 use crate::clock;
 use crate::fleet::{Admin, Breaker, Condition, NoEndpoint, Probe, Rule};
 use crate::kernel::{EndpointState, Kernel, Phase, SynLimit, Vip, VipEndpoint};
@@ -33,6 +34,7 @@ pub(super) async fn keep_steering(
         conditions.mark_unchanged();
         sync(&kernel, &state, &mut leaving, linger);
         state.datapath_serves(Some(version));
+        guard_devices(&kernel, &state);
         let changed = async {
             tokio::select! {
                 changed = rules.changed() => changed,
@@ -51,6 +53,16 @@ fn until_trials(table: &Table, now: Instant) -> Duration {
     let endpoints = table.services().iter().flat_map(|service| &service.endpoints);
     let next = endpoints.filter_map(|endpoint| endpoint.meters.breaker.trials_at(now)).min();
     next.map_or(Duration::MAX, |at| at - now)
+}
+
+/// Looks whether all devices that are to have admission have it.
+fn guard_devices(kernel: &Mutex<Kernel>, state: &State) {
+    let lost = kernel.lock().renew_admission();
+    if lost.is_empty() {
+        return state.recovered(NO_ADMISSION);
+    }
+    let why: Vec<_> = lost.iter().map(|(device, error)| format!("{device}: {error}")).collect();
+    state.degrade(NO_ADMISSION, format!("SYNs are not judged at {}", why.join("; ")));
 }
 
 /// Writes what holds now.

@@ -265,6 +265,15 @@ impl Kernel {
         Ok(())
     }
 
+    /// Lets go of devices that are gone, and judges frames again at those that are back. Gives the devices that are to have
+    /// admission and have none, each with why; none where another process has them.
+    pub fn renew_admission(&mut self) -> Vec<(String, Error)> {
+        if self.joined || self.xdp_devices.is_empty() {
+            return Vec::new();
+        }
+        admission::renew(&mut self.ebpf, &self.xdp_devices, &mut self.admitting)
+    }
+
     /// Ends steering and admission, and leaves pins and routes to another process, which steers already.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test says by a panic what went wrong")]
 
 use std::fs;
-use std::io::Write as _;
+
 use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use std::process::Command;
 use kvlb_tests::harness::eventually;
 use kvlb_tests::harness::kvlb::{Kvlb, binary};
 use kvlb_tests::harness::netns::Netns;
+use kvlb_tests::harness::skips;
 use kvlb_tests::harness::stage::{MODEL, PATIENCE, Stage, engine, rule};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -166,7 +167,7 @@ async fn the_unit_grants_just_what_kvlb_needs_to_steer_and_to_judge_frames() {
 fn systemd_finds_nothing_wrong_with_the_unit() {
     let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/kvlb.service");
     let Ok(output) = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&unit).output() else {
-        writeln!(std::io::stderr(), "skipped the unit's check: no systemd-analyze").unwrap();
+        skips::skipped("the unit's check", "no systemd-analyze");
         return;
     };
     let said = String::from_utf8_lossy(&output.stderr).into_owned();

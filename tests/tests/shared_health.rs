@@ -1,6 +1,6 @@
 //! Health is shared: what kvlb knows of its endpoints stands in the kernel's maps, readable with field names, and in `get lb`.
 
-#![expect(clippy::unwrap_used, reason = "a test says by a panic what went wrong")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what went wrong")]
 
 use std::io::ErrorKind;
 use std::net::TcpStream;

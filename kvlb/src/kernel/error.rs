@@ -206,6 +206,8 @@ fn refused(error: &EbpfError) -> Option<io::Error> {
 mod tests {
     use std::error::Error as _;
 
+    use aya_obj::VerifierLog;
+
     use super::*;
 
     fn failed_with(code: i32) -> EbpfError {
@@ -231,6 +233,19 @@ mod tests {
         assert!(matches!(error, Error::Privileges { .. }), "{error:?}");
         assert!(error.to_string().contains("CAP_BPF"), "{error}");
         assert_eq!(error.source().unwrap().to_string(), "Operation not permitted (os error 1)");
+    }
+
+    #[test]
+    fn what_the_verifier_refuses_is_no_missing_privilege_and_keeps_its_log() {
+        let refused = |log: &str| {
+            let (io_error, verifier_log) =
+                (io::Error::from_raw_os_error(nix::libc::EACCES), VerifierLog::new(log.to_owned()));
+            from_program(EbpfError::ProgramError(ProgramError::LoadError { io_error, verifier_log }))
+        };
+        let error = refused("attempt to corrupt spilled pointer on stack");
+        assert!(matches!(error, Error::Program { .. }), "{error:?}");
+        assert!(error.source().unwrap().source().unwrap().to_string().contains("spilled pointer"), "{error:?}");
+        assert!(matches!(refused(""), Error::Privileges { .. }));
     }
 
     #[test]

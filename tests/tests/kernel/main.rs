@@ -21,6 +21,7 @@ use kvlb::kernel::{
     Cleared, Config, DropReason, EndpointState, Error, Kernel, NoEndpoint, Phase, Vip, VipEndpoint, VipStats,
 };
 use lab::{Child, Lab, TCP, UDP};
+use serde_json::Value;
 
 /// The VIP of most tests, an address of no device.
 const VIP: &str = "10.98.0.1";
@@ -284,7 +285,13 @@ fn every_verdict_is_the_programs_own_under_test_run() {
         kernel.set_listeners(&[listener.as_fd()]).unwrap();
         let reset = Vip { no_endpoint: NoEndpoint::Reset, ..vip(VIP, 81, &[]) };
         let draining = Vip { phase: Phase::Draining, ..vip(VIP, 82, &[]) };
-        kernel.sync(&[vip(VIP, 80, &[]), reset, draining, vip("fd98::1", 80, &[])]).unwrap();
+        let network = |text: &str, bits| (text.parse().unwrap(), bits);
+        let allowed = |addr, networks: &[_]| Vip { allowed: networks.to_vec(), ..vip(addr, 84, &[]) };
+        let (four, six) = ([network("10.77.0.0", 24)], [network("fd77::", 64)]);
+        let reset6 = Vip { no_endpoint: NoEndpoint::Reset, ..vip("fd98::1", 81, &[]) };
+        let mut all = vec![vip(VIP, 80, &[]), reset, draining, allowed(VIP, &four), vip("fd98::1", 80, &[]), reset6];
+        all.extend([allowed("fd98::1", &six), allowed("10.98.0.3", &six), allowed("fd98::3", &four)]);
+        kernel.sync(&all).unwrap();
         let program = kernel.program_id().unwrap();
         let cases = [
             (TCP, VIP, 80, SK_PASS),
@@ -293,7 +300,13 @@ fn every_verdict_is_the_programs_own_under_test_run() {
             (TCP, VIP, 83, SK_PASS),
             (UDP, VIP, 81, SK_PASS),
             (TCP, "10.98.0.2", 81, SK_PASS),
+            (TCP, VIP, 84, SK_PASS),
+            (TCP, "10.98.0.3", 84, SK_DROP),
+            // Steered to a listener of IPv4 only, which cannot take it.
             (TCP, "fd98::1", 80, SK_PASS),
+            (TCP, "fd98::1", 81, SK_DROP),
+            (TCP, "fd98::1", 84, SK_PASS),
+            (TCP, "fd98::3", 84, SK_DROP),
         ];
         for (protocol, addr, port, verdict) in cases {
             let got = lab::test_run(program, protocol, at(addr, port));
@@ -301,7 +314,9 @@ fn every_verdict_is_the_programs_own_under_test_run() {
         }
         let counted: Vec<_> = kernel.stats().unwrap().into_iter().map(|(_, stats)| stats).collect();
         let (steered, refused) = (VipStats { steered: 1, ..NONE }, VipStats { refused: 1, ..NONE });
-        assert_eq!(counted, [steered, refused, NONE, VipStats { no_listener: 1, ..NONE }]);
+        let (denied, no_listener) = (VipStats { denied: 1, ..NONE }, VipStats { no_listener: 1, ..NONE });
+        let of_v4 = [steered, refused, NONE, steered, denied];
+        assert_eq!(counted, [&of_v4[..], &[no_listener, refused, no_listener, denied]].concat());
     });
 }
 
@@ -339,6 +354,39 @@ fn steering_tells_of_those_that_it_refuses() {
 fn free_port() -> u16 {
     static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(20_000);
     NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+}
+
+#[test]
+fn every_map_that_can_have_types_has_them() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let config = Config { pin_dir: lab.pins.clone(), xdp_devices: vec!["lo".to_owned()] };
+        let kernel = Kernel::load(&config).unwrap();
+        let shown = |what: &str, id: u64| -> Value {
+            serde_json::from_str(&lab::sh(&format!("bpftool --json {what} show id {id}"))).unwrap()
+        };
+        let program = shown("prog", kernel.admission_id().unwrap().into());
+        let mut names = Vec::new();
+        for id in program["map_ids"].as_array().unwrap() {
+            let map = shown("map", id.as_u64().unwrap());
+            let name = map["name"].as_str().unwrap().to_owned();
+            // The kernel takes no types for rings; the log's are aya's own.
+            if name.starts_with("KVLB_") && map["type"] != "ringbuf" {
+                assert!(map["btf_id"].as_u64() > Some(0), "{map}");
+                names.push(name);
+            }
+        }
+        names.sort();
+        assert_eq!(
+            names,
+            ["KVLB_ACL4", "KVLB_ACL6", "KVLB_FRAMES", "KVLB_SAMPLED", "KVLB_STATS", "KVLB_SYN", "KVLB_VIPS"]
+        );
+        let sampled = lab::sh("bpftool map dump name KVLB_SAMPLED");
+        for field in ["\"next_ns\": 0", "\"untold\": 0", "\"pad\": 0"] {
+            assert!(sampled.contains(field), "{sampled}");
+        }
+        kernel.shutdown().unwrap();
+    });
 }
 
 #[test]

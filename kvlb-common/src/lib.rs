@@ -13,10 +13,12 @@
 
 use core::net::IpAddr;
 
+mod drops;
 mod flow;
 mod pace;
 pub mod packet;
 
+pub use drops::{DROP_REASONS, DROPPED_BYTES, DropReason, Dropped, EVENTS_BYTES, SAMPLE_INTERVAL_NS, Sample};
 pub use flow::Flow;
 pub use pace::Pace;
 
@@ -95,7 +97,7 @@ pub struct VipInfo {
     pub ep_base: u32,
     /// Number of its endpoints.
     pub ep_count: u32,
-    /// How many of them are [`EndpointState::Up`]; written after their entries.
+    /// How many of them may be chosen; written after their entries.
     pub healthy: u32,
     /// Its listeners are `LISTEN[listener .. listener + workers]`.
     pub listener: u32,
@@ -159,6 +161,8 @@ pub enum EndpointState {
     BreakerOpen = 4,
     /// Finishes what it has, takes nothing new.
     Draining = 5,
+    /// The breaker was open for long enough: a few requests try.
+    HalfOpen = 6,
 }
 
 /// One endpoint of a VIP: value of the map `EPS`.
@@ -272,6 +276,14 @@ pub struct Network6 {
 /// Bits of a key in `ACL4` and `ACL6` that name the list, before those of the address.
 pub const LIST_BITS: u32 = 32;
 
+/// Which object the maps are of: value of the map `STAMP`. What maps of the same object hold can be used on.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stamp {
+    /// A hash of the object; 0 before the maps are pinned.
+    pub object: u64,
+}
+
 /// Who has a bucket: key of the map `SYN`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -324,6 +336,7 @@ const _: () = assert!(size_of::<Endpoint>() == 28 && align_of::<Endpoint>() == 4
 const _: () = assert!(size_of::<EndpointState>() == 4);
 const _: () = assert!(size_of::<VipStats>() == 72 && align_of::<VipStats>() == 8);
 const _: () = assert!(size_of::<Network4>() == 8 && size_of::<Network6>() == 20 && align_of::<Network6>() == 4);
+const _: () = assert!(size_of::<Stamp>() == 8 && align_of::<Stamp>() == 8);
 const _: () = assert!(size_of::<Source>() == 20 && align_of::<Source>() == 4);
 const _: () = assert!(size_of::<Bucket>() == 8 && align_of::<Bucket>() == 8);
 const _: () = assert!(size_of::<FrameStats>() == 32 && align_of::<FrameStats>() == 8);
@@ -354,7 +367,7 @@ pub const fn addr_from_bytes(bytes: [u8; 16]) -> IpAddr {
 mod user {
     #![expect(unsafe_code, reason = "aya marks plain data with an unsafe trait")]
 
-    use super::{Bucket, FrameStats, Network4, Network6, Source, VipInfo, VipKey, VipStats};
+    use super::{Bucket, FrameStats, Network4, Network6, Source, Stamp, VipInfo, VipKey, VipStats};
 
     // SAFETY: `repr(C)`, integers and arrays of them only, no padding (asserted above): every byte pattern is a value.
     unsafe impl aya::Pod for VipKey {}
@@ -372,6 +385,8 @@ mod user {
     unsafe impl aya::Pod for Bucket {}
     // SAFETY: as above.
     unsafe impl aya::Pod for FrameStats {}
+    // SAFETY: as above.
+    unsafe impl aya::Pod for Stamp {}
 }
 
 #[cfg(test)]

@@ -11,14 +11,18 @@ use aya_log_ebpf::warn;
 use core::intrinsics::{AtomicOrdering, atomic_cxchg};
 use core::mem::MaybeUninit;
 use kvlb_common::packet::{self, Bytes, Opening, Parsed, Segment};
-use kvlb_common::{Bucket, FrameStats, Source, VipInfo, VipKey};
+use kvlb_common::{Bucket, DropReason, FrameStats, Source, VipInfo, VipKey};
 
 use crate::allow::allows;
 use crate::maps::{KVLB_FRAMES, KVLB_SYN, find, stats};
+use crate::tell::tell;
 
 /// A CPU that loses the race for a source's bucket this often in a row drops the SYN: then that source sends more than
 /// any limit allows.
 const ATTEMPTS: u32 = 4;
+
+/// The address of a frame that is not read.
+const NOBODY: [u8; 16] = [0; 16];
 
 /// `EEXIST` (asm-generic/errno-base.h).
 const EXISTS: i32 = -17;
@@ -33,7 +37,10 @@ pub fn kvlb_admit(ctx: XdpContext) -> u32 {
         Parsed::Fragment => counted(|frames| frames.fragments += 1, XDP_PASS),
         Parsed::Malformed => counted(|frames| frames.malformed += 1, XDP_PASS),
         // Linux would read on until it finds a SYN.
-        Parsed::Chain => counted(|frames| frames.chains += 1, XDP_DROP),
+        Parsed::Chain => {
+            tell(DropReason::Chain, &NOBODY, 0, &VipKey { addr: NOBODY, port: 0, proto: 0, pad: 0 }, 0);
+            counted(|frames| frames.chains += 1, XDP_DROP)
+        }
     }
 }
 
@@ -92,18 +99,18 @@ fn judge(ctx: &XdpContext, segment: &Segment) -> u32 {
     let key = VipKey::tcp(segment.target, segment.target_port);
     let Some(vip) = find(&key) else { return counted(|frames| frames.foreign += 1, XDP_PASS) };
     let Some(stats) = stats(vip) else { return XDP_PASS };
-    match segment.opening() {
+    let reason = match segment.opening() {
         Opening::No => {
             stats.other += 1;
-            XDP_PASS
+            return XDP_PASS;
         }
         Opening::Cut => {
             stats.cut += 1;
-            XDP_DROP
+            DropReason::Cut
         }
         Opening::Syn if !allows(vip, &segment.source) => {
             stats.syn_denied += 1;
-            XDP_DROP
+            DropReason::Acl
         }
         Opening::Syn if !in_pace(vip, &segment.source) => {
             stats.syn_over_rate += 1;
@@ -118,13 +125,15 @@ fn judge(ctx: &XdpContext, segment: &Segment) -> u32 {
                     vip.syn_rule
                 );
             }
-            XDP_DROP
+            DropReason::Rate
         }
         Opening::Syn => {
             stats.syn_passed += 1;
-            XDP_PASS
+            return XDP_PASS;
         }
-    }
+    };
+    tell(reason, &segment.source, segment.source_port, &key, vip.rule);
+    XDP_DROP
 }
 
 /// Whether the source's bucket has a token for this SYN, which is taken.

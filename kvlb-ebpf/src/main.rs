@@ -15,6 +15,8 @@ mod allow;
 mod maps;
 #[cfg(target_arch = "bpf")]
 mod steer;
+#[cfg(target_arch = "bpf")]
+mod tell;
 
 #[cfg(not(target_arch = "bpf"))]
 fn main() {

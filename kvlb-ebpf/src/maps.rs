@@ -1,11 +1,11 @@
 //! The maps, with the types of their keys and values (BTF), so that `bpftool` prints field names.
 
 use aya_ebpf::bindings::BPF_F_NO_PREALLOC;
-use aya_ebpf::btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, SockMap};
+use aya_ebpf::btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SockMap};
 use aya_ebpf::macros::btf_map;
 use kvlb_common::{
-    Bucket, ENDPOINTS_MAX, Endpoint, FrameStats, LISTENERS_MAX, NETWORKS_MAX, Network4, Network6, SOURCES_MAX, Source,
-    VIPS_MAX, VipInfo, VipKey, VipStats,
+    Bucket, DROP_REASONS, Dropped, ENDPOINTS_MAX, EVENTS_BYTES, Endpoint, FrameStats, LISTENERS_MAX, NETWORKS_MAX,
+    Network4, Network6, SOURCES_MAX, Sample, Source, Stamp, VIPS_MAX, VipInfo, VipKey, VipStats,
 };
 
 /// The VIPs. Not preallocated: a preallocated element can be used anew while a program still reads it, an allocated one
@@ -40,6 +40,18 @@ pub static KVLB_SYN: LruHashMap<Source, Bucket, { SOURCES_MAX as usize }> = LruH
 /// Counters of frames that are for no VIP.
 #[btf_map]
 pub static KVLB_FRAMES: PerCpuArray<FrameStats, 1> = PerCpuArray::new();
+
+/// Which object these maps are of. The programs do not look at it.
+#[btf_map]
+pub static KVLB_STAMP: Array<Stamp, 1> = Array::new();
+
+/// Some of those that are dropped, for kvlb to read.
+#[btf_map]
+pub static KVLB_EVENTS: RingBuf<Dropped, { EVENTS_BYTES as usize }> = RingBuf::new();
+
+/// What is yet to be told of drops, by reason.
+#[btf_map]
+pub static KVLB_SAMPLED: PerCpuArray<Sample, { DROP_REASONS as usize }> = PerCpuArray::new();
 
 /// The VIP of exactly this port, else the one of all ports of its address.
 #[inline(always)]

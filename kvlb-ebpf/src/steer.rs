@@ -5,10 +5,11 @@ use aya_ebpf::bindings::sk_action::{SK_DROP, SK_PASS};
 use aya_ebpf::macros::sk_lookup;
 use aya_ebpf::programs::SkLookupContext;
 use aya_log_ebpf::warn;
-use kvlb_common::{Flow, TCP, Verdict, VipInfo, VipKey, VipStats};
+use kvlb_common::{DropReason, Flow, TCP, Verdict, VipInfo, VipKey, VipStats};
 
 use crate::allow::allows;
 use crate::maps::{KVLB_LISTEN, find, stats};
+use crate::tell::tell;
 
 /// `AF_INET`, as `bpf_sk_lookup.family` has it.
 const IPV4: u32 = 2;
@@ -31,18 +32,25 @@ fn try_lookup(ctx: &SkLookupContext) -> Option<u32> {
     let (flow, key) = read(ctx)?;
     let vip = find(&key)?;
     let stats = stats(vip)?;
-    if !allows(vip, &octets(flow.remote_addr)) {
-        stats.denied += 1;
-        return Some(SK_DROP);
-    }
-    match vip.verdict() {
-        Verdict::Steer => Some(steer(ctx, &flow, &key, vip, stats)),
-        Verdict::Refuse => {
-            stats.refused += 1;
-            Some(SK_DROP)
+    let source = octets(flow.remote_addr);
+    let (reason, verdict) = if allows(vip, &source) {
+        match vip.verdict() {
+            Verdict::Pass => return None,
+            Verdict::Refuse => {
+                stats.refused += 1;
+                (DropReason::NoEndpoint, SK_DROP)
+            }
+            Verdict::Steer if steer(ctx, &flow, &key, vip, stats) => return Some(SK_PASS),
+            // Linux refuses it, unless a listener of somebody else has the address.
+            Verdict::Steer => (DropReason::NoListener, SK_PASS),
         }
-        Verdict::Pass => None,
-    }
+    } else {
+        stats.denied += 1;
+        (DropReason::Denied, SK_DROP)
+    };
+    // The kernel has the client's port in network order.
+    tell(reason, &source, u16::from_be(flow.remote_port), &key, vip.rule);
+    Some(verdict)
 }
 
 /// The connection and the key of its exact port; nothing when it is not TCP.
@@ -82,8 +90,9 @@ const fn octets(words: [u32; 4]) -> [u8; 16] {
     unsafe { core::mem::transmute(words) }
 }
 
+/// Hands the connection to a listener; false when there is none.
 #[inline(always)]
-fn steer(ctx: &SkLookupContext, flow: &Flow, key: &VipKey, vip: &VipInfo, stats: &mut VipStats) -> u32 {
+fn steer(ctx: &SkLookupContext, flow: &Flow, key: &VipKey, vip: &VipInfo, stats: &mut VipStats) -> bool {
     // The first and the last stand in for one that is gone: its thread has ended, or the number of listeners was lowered
     // since `vip` was read.
     let chosen = [flow.worker(vip.workers), 0, vip.workers.wrapping_sub(1)];
@@ -100,5 +109,5 @@ fn steer(ctx: &SkLookupContext, flow: &Flow, key: &VipKey, vip: &VipInfo, stats:
             warn!(ctx, "no listener for VIP {:i} port {} (rule {})", key.addr, key.port, vip.rule);
         }
     }
-    SK_PASS
+    taken
 }

@@ -14,6 +14,12 @@ pub fn wall() -> SystemTime {
     SystemTime::now()
 }
 
+/// The time of day as whole milliseconds since 1970 in UTC.
+pub fn unix_millis() -> u64 {
+    let since = wall().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// The time of day as whole seconds since 1970 in UTC.
 pub fn unix_seconds() -> i64 {
     let since = wall().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -16,5 +16,7 @@ fn main() -> ExitCode {
         Parsed::Client(invocation) => cli::run(&invocation),
         Parsed::Done(code) => code,
         Parsed::Up(config) => kvlb::app::up(*config),
+        Parsed::Doctor(config, as_json) => kvlb::app::doctor(&config, as_json),
+        Parsed::Down(settings) => kvlb::app::down(&settings),
     }
 }

@@ -114,6 +114,30 @@ async fn who_may_not_connect_is_dropped_refused_or_closed_wherever_that_is_found
             Met::Refusal => assert!(not_steered >= 1.0 && refused < 0.5, "{not_steered} {refused}"),
             _ => assert!(refused >= 1.0, "{refused}"),
         }
+        let drops = || scene.stage.cli(&["get", "drops"]).unwrap().ok().unwrap();
+        let wide = scene.stage.cli(&["get", "lb", "-o", "wide"]).unwrap().ok().unwrap();
+        let reason = match stranger {
+            Met::Silence => Some(("acl", "frames syn 1, other")),
+            Met::Refusal => Some(("denied", "10.10.10.254:8080: steered 1, denied 1\n")),
+            _ => None,
+        };
+        let Some((reason, verdicts)) = reason else {
+            assert_eq!(drops(), "The kernel has dropped nothing.\n");
+            assert!(!wide.contains("steered"), "{wide}");
+            kvlb.stop().await.unwrap();
+            continue;
+        };
+        let told = async || drops().contains(STRANGER);
+        eventually(PATIENCE, "the kernel's word has come", told).await.unwrap();
+        let shown = drops();
+        let line = shown.lines().find(|line| line.contains(&format!("{STRANGER}:"))).unwrap();
+        assert!(line.contains(&format!(" {reason} ")) && line.contains("10.10.10.254:8080"), "{line}");
+        assert!(shown.contains(&format!("In all: {reason} ")), "{shown}");
+        assert!(wide.contains(verdicts), "{wide}");
+        let page = kvlb.metrics().await.unwrap();
+        let total = page.value(&format!("kvlb_kernel_drops_total{{reason=\"{reason}\",vip=\"10.10.10.254:8080\"}}"));
+        let samples = page.value(&format!("kvlb_kernel_drop_samples_total{{reason=\"{reason}\"}}"));
+        assert!(total >= 1.0 && samples >= 1.0 && samples <= total, "{samples} of {total}");
         kvlb.stop().await.unwrap();
         assert!(!scene.has_xdp());
     }
@@ -161,6 +185,31 @@ async fn a_device_with_admission_is_shown_limits_a_source_and_is_free_when_kvlb_
     assert_eq!((scene.ask(FRIEND), scene.ask(STRANGER)), (Met::Answer, Met::Silence));
     next.signal(Signal::SIGKILL).unwrap();
     eventually(PATIENCE, "the device is free", async || !scene.has_xdp()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_device_that_vanishes_is_named_and_judged_again_when_it_is_back() {
+    let Some(scene) = Scene::new("vanish") else { return };
+    let device = scene.device.as_str();
+    let kvlb = scene.stage.kvlb(&["--xdp-dev", device]).await.unwrap();
+    let ip = |args: &[&str]| drop(scene.stage.program("ip".as_ref(), args).unwrap().ok().unwrap());
+    let attached = format!("kvlb_xdp_attached{{device=\"{device}\",mode=\"native\"}}");
+    let degraded = async || kvlb.api("GET", "/netlox/v1/status", None).await.unwrap().1["degraded"].to_string();
+    assert!(kvlb.metric(&attached).await.unwrap() > 0.5);
+    ip(&["link", "del", device]);
+    eventually(PATIENCE, "the loss is told", async || {
+        degraded().await.contains(&format!("there is no device {device}"))
+    })
+    .await
+    .unwrap();
+    assert!(kvlb.metric(&attached).await.unwrap() < 0.5);
+    assert!(kvlb.log().contains("the device is gone"), "{}", kvlb.log());
+    // Another device with its name.
+    ip(&["link", "add", device, "type", "veth", "peer", "name", "other"]);
+    eventually(PATIENCE, "the new one is judged", async || scene.has_xdp() && degraded().await == "[]").await.unwrap();
+    assert!(kvlb.metric(&attached).await.unwrap() > 0.5);
+    kvlb.stop().await.unwrap();
+    assert!(!scene.has_xdp());
 }
 
 #[tokio::test]

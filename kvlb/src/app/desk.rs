@@ -17,7 +17,7 @@ use super::pinning::{self, Pinning, Read};
 use crate::clock;
 use crate::contract::{Extra, TokenId};
 use crate::control::live;
-use crate::fleet::{EndpointKey, ExactMode, Limits, Role, Rule, Selector};
+use crate::fleet::{EndpointKey, ExactMode, Limits, NoEndpoint, Role, Rule, Selector};
 use crate::openai::{self, Glimpse, Kind, Prompt};
 use crate::policy::Leave;
 use crate::proxy::{
@@ -260,17 +260,19 @@ impl Backplane for Desk {
     /// requests will be for is not known yet.
     fn admit(&self, arrival: &Arrival) -> Result<Vec<Visit>, Refused> {
         let table = self.state.table();
-        let (mut allowed, mut room, mut visits) = (false, false, Vec::new());
+        let (mut allowed, mut room, mut answered, mut visits) = (false, false, false, Vec::new());
         for service in table.at(arrival.vip).filter(|service| allows(service.rule(), arrival.client)) {
             allowed = true;
+            answered |= service.rule().no_endpoint == NoEndpoint::Proxy || service.has_endpoint();
             let (visit, open) = service.visit();
             room |= service.rule().connections_max.is_none_or(|max| open <= max);
             visits.push(visit);
         }
-        match (allowed, room) {
-            (true, true) => Ok(visits),
-            (true, false) => Err(Refused::RuleFull),
-            (false, _) => Err(Refused::NotAdmitted),
+        match (allowed, answered, room) {
+            (true, true, true) => Ok(visits),
+            (true, true, false) => Err(Refused::RuleFull),
+            (true, false, _) => Err(Refused::NoEndpoint),
+            (false, ..) => Err(Refused::NotAdmitted),
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -12,12 +13,12 @@ use super::{desk, learn};
 use crate::clock;
 use crate::control::Live;
 use crate::control::live::{
-    AdmissionView, BlendView, CandidateView, EndpointView, Explanation, Inventory, KvView, PromptView, Request,
-    SavingsView, SplitView, TelemetryView,
+    AdmissionView, BlendView, CandidateView, DropView, DropsView, EndpointView, Explanation, FramesView, Inventory,
+    KvView, PromptView, Request, SavingsView, SplitView, TelemetryView, VipView,
 };
 use crate::discover::{Asker, Ours, Report};
 use crate::fleet::{ExactMode, RuleId};
-use crate::kernel::{Kernel, VipStats};
+use crate::kernel::{DropReason, FrameStats, Kernel, VipStats};
 use crate::router::{self, Decision, Overlap, PromptShape, View as _};
 use crate::state::kv::EndpointKv;
 use crate::state::{self, Onlooker, Service, Staged, State};
@@ -25,6 +26,9 @@ use crate::telemetry::Metrics;
 
 /// A rule's answer waits this long for what its engines say of themselves: on a local network they need some 20 ms.
 const FIRST_WORDS: Duration = Duration::from_millis(400);
+
+/// Of a long range of ports, a few are enough to see what is the matter.
+const OWNED_SHOWN: usize = 4;
 
 /// kvlb's state, as the API reads it.
 pub(super) struct LiveState {
@@ -60,6 +64,15 @@ impl LiveState {
         service.endpoints.iter().enumerate().flat_map(of_endpoint).collect()
     }
 
+    /// VIPs of a rule that the kernel does not steer, since other programs have them.
+    fn owned_by_others(&self, service: &Service) -> Vec<String> {
+        let Some(kernel) = self.kernel.as_ref().and_then(Weak::upgrade) else { return Vec::new() };
+        let key = &service.rule().key;
+        let owned = kernel.lock().owned(key.vip, key.ports.first..=key.ports.last);
+        let note = |(at, who): (SocketAddr, String)| format!("{at} is not served: {who} listens there");
+        owned.into_iter().take(OWNED_SHOWN).map(note).collect()
+    }
+
     fn service(&self, rule: RuleId) -> Option<Arc<Service>> {
         self.state.table().service(rule).cloned()
     }
@@ -74,6 +87,7 @@ impl LiveState {
         let (Ok(stats), Ok(frames)) = (stats, frames) else { return };
         metrics.steered.reset();
         metrics.not_steered.reset();
+        metrics.drops.reset();
         metrics.xdp_packets.reset();
         metrics.xdp_frames.reset();
         metrics.xdp_attached.reset();
@@ -90,11 +104,15 @@ impl LiveState {
             for (kind, count) in kinds {
                 metrics.xdp_frames.with_label_values(&[kind]).inc_by(count);
             }
+            metrics.drops.with_label_values(&["", DropReason::Chain.label()]).inc_by(frames.chains);
         }
         for (vip, counts) in stats {
             let vip = vip.to_string();
             metrics.steered.with_label_values(&[vip.as_str()]).inc_by(counts.steered);
             metrics.not_steered.with_label_values(&[vip.as_str()]).inc_by(counts.not_steered());
+            for (reason, count) in dropped(&counts).into_iter().filter(|(_, count)| *count > 0) {
+                metrics.drops.with_label_values(&[vip.as_str(), reason.label()]).inc_by(count);
+            }
             if !devices.is_empty() {
                 for (verdict, count) in verdicts(&counts) {
                     metrics.xdp_packets.with_label_values(&[vip.as_str(), verdict]).inc_by(count);
@@ -239,14 +257,17 @@ impl Live for LiveState {
         if service.rule().syn.is_some() && self.admission_devices().is_empty() {
             notes.push("synRate has no effect: no device judges SYNs (--xdp-dev)".to_owned());
         }
+        notes.extend(self.owned_by_others(&service));
         notes.extend(self.contradictions_of(&service));
         notes
     }
 
     fn contradictions(&self, rule: RuleId) -> Vec<String> {
         let Some(service) = self.service(rule) else { return Vec::new() };
+        let mut notes = self.owned_by_others(&service);
         learn::wait_for_first_answers(&service, FIRST_WORDS);
-        self.contradictions_of(&service)
+        notes.extend(self.contradictions_of(&service));
+        notes
     }
 
     fn preflight(&self, rule: RuleId) -> Option<Report> {
@@ -269,9 +290,69 @@ impl Live for LiveState {
         devices.into_iter().map(|(device, mode)| (device, mode.label())).collect()
     }
 
+    fn vips(&self, rule: RuleId) -> Vec<VipView> {
+        let Some(service) = self.service(rule) else { return Vec::new() };
+        let Some(kernel) = self.kernel.as_ref().and_then(Weak::upgrade) else { return Vec::new() };
+        let key = &service.rule().key;
+        let (stats, devices) = {
+            let kernel = kernel.lock();
+            (kernel.stats_of(key.vip, key.ports.first..=key.ports.last), !kernel.admission().is_empty())
+        };
+        let of_vip = |(vip, counts): (SocketAddr, VipStats)| VipView {
+            vip: vip.to_string(),
+            steered: counts.steered,
+            refused: counts.refused,
+            denied: counts.denied,
+            no_listener: counts.no_listener,
+            frames: devices.then_some(FramesView {
+                syn: counts.syn_passed,
+                rate: counts.syn_over_rate,
+                acl: counts.syn_denied,
+                cut: counts.cut,
+                other: counts.other,
+            }),
+        };
+        let counted = stats.unwrap_or_default().into_iter().filter(|(_, counts)| *counts != VipStats::default());
+        counted.map(of_vip).collect()
+    }
+
+    fn drops(&self) -> DropsView {
+        let kernel = self.kernel.as_ref().and_then(Weak::upgrade);
+        let (stats, frames) = kernel.map_or((Ok(Vec::new()), Ok(FrameStats::default())), |kernel| {
+            let kernel = kernel.lock();
+            (kernel.stats(), kernel.frames())
+        });
+        let mut totals: BTreeMap<_, u64> = DropReason::ALL.map(|reason| (reason.label(), 0)).into_iter().collect();
+        let of_vips = stats.unwrap_or_default().into_iter().flat_map(|(_, counts)| dropped(&counts));
+        for (reason, count) in of_vips.chain([(DropReason::Chain, frames.unwrap_or_default().chains)]) {
+            *totals.entry(reason.label()).or_default() += count;
+        }
+        let view = |seen: state::DropSeen| DropView {
+            at: seen.at,
+            reason: seen.reason,
+            source: seen.between.map(|(source, _)| source.to_string()),
+            vip: seen.between.map(|(_, vip)| vip.to_string()),
+            rule: seen.rule,
+            count: seen.count,
+        };
+        DropsView { totals, latest: self.state.drops.latest().into_iter().map(view).collect() }
+    }
+
     fn degraded(&self) -> Vec<(String, String)> {
         self.state.degraded().into_iter().map(|(what, why)| (what.to_owned(), why)).collect()
     }
+}
+
+/// What was dropped of a VIP's.
+fn dropped(counts: &VipStats) -> [(DropReason, u64); 6] {
+    [
+        (DropReason::Denied, counts.denied),
+        (DropReason::NoEndpoint, counts.refused),
+        (DropReason::NoListener, counts.no_listener),
+        (DropReason::Acl, counts.syn_denied),
+        (DropReason::Rate, counts.syn_over_rate),
+        (DropReason::Cut, counts.cut),
+    ]
 }
 
 /// What became of a VIP's frames at devices with admission, by the metric's words.

@@ -3,6 +3,9 @@
 mod bootstrap;
 mod crew;
 mod desk;
+mod doctor;
+mod down;
+mod drops;
 mod handles;
 mod keys;
 mod learn;
@@ -41,6 +44,9 @@ use crate::telemetry::access::{AccessLog, Destination, Sampling, Writer};
 use crate::telemetry::decisions::DecisionLog;
 use crate::telemetry::{Metrics, init_logs};
 use crate::{clock, probe, staging};
+
+pub use doctor::doctor;
+pub use down::down;
 
 use desk::Desk;
 use keys::Keys;
@@ -317,10 +323,17 @@ impl Parts {
         if let Some(every) = config.scrape_interval {
             tasks.spawn(scrape::keep_scraping(Arc::clone(state), self.asker.clone(), every));
         }
-        if let Some(kernel) = &self.kernel
-            && let Some(log) = kernel.lock().take_log()
-        {
-            tasks.spawn(log.drain());
+        if let Some(kernel) = &self.kernel {
+            let (log, drops) = {
+                let mut kernel = kernel.lock();
+                (kernel.take_log(), kernel.take_drops())
+            };
+            if let Some(log) = log {
+                tasks.spawn(log.drain());
+            }
+            if let Some(drops) = drops {
+                tasks.spawn(drops::keep_telling(drops, Arc::clone(state)));
+            }
         }
         Ok(tasks)
     }
@@ -545,6 +558,10 @@ fn open_store(config: &Config, state: &Arc<State>, before: Option<&mut Inheritan
     Ok(Arc::new(store))
 }
 
+fn kernel_config(config: &Config) -> crate::kernel::Config {
+    crate::kernel::Config { pin_dir: config.pin_dir.clone(), xdp_devices: config.xdp_devices.clone() }
+}
+
 /// The kernel side, where it is wanted and possible.
 fn load_kernel(
     config: &Config,
@@ -556,7 +573,7 @@ fn load_kernel(
         return Ok(None);
     }
     let _entered = runtime.enter();
-    let settings = crate::kernel::Config { pin_dir: config.pin_dir.clone(), xdp_devices: config.xdp_devices.clone() };
+    let settings = kernel_config(config);
     if let Some(before) = before {
         // Traffic goes on coming as it did: another way is for a restart.
         let Some(lock) = before.take(Gift::PinLock).pop() else {

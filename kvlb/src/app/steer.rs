@@ -8,14 +8,16 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::NO_ADMISSION;
 use crate::clock;
-use crate::fleet::{Admin, Breaker, Condition, Probe, Rule};
-use crate::kernel::{EndpointState, Kernel, NoEndpoint, Phase, SynLimit, Vip, VipEndpoint};
-use crate::state::{Endpoint, State, Table};
+use crate::fleet::{Admin, Breaker, Condition, NoEndpoint, Probe, Rule};
+use crate::kernel::{EndpointState, Kernel, Phase, SynLimit, Vip, VipEndpoint};
+use crate::state::{Endpoint, Service, State, Table};
 
 /// The name of the degraded state in which the kernel does not know what it should.
 const DEGRADED: &str = "kernel_sync";
-/// Failed writes are tried again after this, also when nothing changed.
+/// Failed writes are tried again after this, also when nothing changed. A breaker that has all its trials under way counts
+/// as open, and nobody says when one of them ends.
 const AGAIN: Duration = Duration::from_secs(1);
 
 /// Writes every change of rules and conditions to the kernel, for ever. A VIP whose last rule is gone keeps its route for
@@ -32,16 +34,35 @@ pub(super) async fn keep_steering(
         conditions.mark_unchanged();
         sync(&kernel, &state, &mut leaving, linger);
         state.datapath_serves(Some(version));
+        guard_devices(&kernel, &state);
         let changed = async {
             tokio::select! {
                 changed = rules.changed() => changed,
                 changed = conditions.changed() => changed,
             }
         };
-        if let Ok(Err(_closed)) = tokio::time::timeout(AGAIN, changed).await {
+        let wait = AGAIN.min(until_trials(&state.table(), clock::now()));
+        if let Ok(Err(_closed)) = tokio::time::timeout(wait, changed).await {
             return;
         }
     }
+}
+
+/// How long it is until the first open breaker lets trials through, of which nobody tells.
+fn until_trials(table: &Table, now: Instant) -> Duration {
+    let endpoints = table.services().iter().flat_map(|service| &service.endpoints);
+    let next = endpoints.filter_map(|endpoint| endpoint.meters.breaker.trials_at(now)).min();
+    next.map_or(Duration::MAX, |at| at - now)
+}
+
+/// Looks whether all devices that are to have admission have it.
+fn guard_devices(kernel: &Mutex<Kernel>, state: &State) {
+    let lost = kernel.lock().renew_admission();
+    if lost.is_empty() {
+        return state.recovered(NO_ADMISSION);
+    }
+    let why: Vec<_> = lost.iter().map(|(device, error)| format!("{device}: {error}")).collect();
+    state.degrade(NO_ADMISSION, format!("SYNs are not judged at {}", why.join("; ")));
 }
 
 /// Writes what holds now.
@@ -51,8 +72,11 @@ pub(super) fn sync(kernel: &Mutex<Kernel>, state: &State, leaving: &mut Leaving,
     match done {
         Ok(()) => state.recovered(DEGRADED),
         Err(error) => {
-            tracing::error!(error = &error as &dyn std::error::Error, "could not write to the kernel's maps");
-            state.degrade(DEGRADED, error.to_string());
+            let why = error.to_string();
+            if state.degraded().iter().all(|known| *known != (DEGRADED, why.clone())) {
+                tracing::error!(error = &error as &dyn std::error::Error, "not every VIP is as its rules say");
+            }
+            state.degrade(DEGRADED, why);
         }
     }
 }
@@ -97,18 +121,22 @@ fn vips(table: &Table) -> Vec<Vip> {
     let mut all: BTreeMap<SocketAddr, Vip> = BTreeMap::new();
     for service in table.services() {
         let key = &service.rule().key;
-        let endpoints: Vec<_> = service.endpoints.iter().filter_map(seen_by_kernel).collect();
+        let endpoints = seen_by_kernel(service);
         for port in key.ports.iter() {
             let vip = all.entry(SocketAddr::new(key.vip, port)).or_insert_with(|| Vip {
                 addr: key.vip,
                 port,
                 rules: Vec::new(),
                 endpoints: Vec::new(),
-                no_endpoint: NoEndpoint::Proxy,
+                no_endpoint: NoEndpoint::Reset,
                 phase: Phase::Serving,
                 allowed: Vec::new(),
                 syn: None,
             });
+            // Which rule a connection is for is not known when it is opened: it is answered where one of them would.
+            if service.rule().no_endpoint == NoEndpoint::Proxy {
+                vip.no_endpoint = NoEndpoint::Proxy;
+            }
             vip.rules.push(service.rule().id.0);
             vip.endpoints.extend_from_slice(&endpoints);
         }
@@ -141,15 +169,20 @@ fn syn_limit(table: &Table, at: SocketAddr) -> Option<SynLimit> {
     limits?.into_iter().max_by_key(|limit| (limit.per_sec, limit.burst, Reverse(limit.rule)))
 }
 
-/// An endpoint as the kernel's map shows it; `None` until its name is resolved.
-fn seen_by_kernel(endpoint: &Endpoint) -> Option<VipEndpoint> {
-    let address = *endpoint.addresses().first()?;
-    Some(VipEndpoint {
-        addr: address.ip(),
-        port: address.port(),
-        state: state_of(endpoint.condition()),
-        weight: u32::from(endpoint.spec.weight),
-    })
+/// A rule's endpoints as the kernel's map shows them, without those whose name is not resolved yet.
+fn seen_by_kernel(service: &Service) -> Vec<VipEndpoint> {
+    let may_be_asked = service.may_be_asked();
+    let seen = |endpoint: &Endpoint| {
+        let address = *endpoint.addresses().first()?;
+        Some(VipEndpoint {
+            addr: address.ip(),
+            port: address.port(),
+            state: state_of(endpoint.condition()),
+            weight: u32::from(endpoint.spec.weight),
+            may_be_asked: may_be_asked(endpoint),
+        })
+    };
+    service.endpoints.iter().filter_map(seen).collect()
 }
 
 fn state_of(condition: Condition) -> EndpointState {
@@ -157,7 +190,8 @@ fn state_of(condition: Condition) -> EndpointState {
         Condition { admin: Admin::Down, .. } => EndpointState::AdminDown,
         Condition { admin: Admin::Draining, .. } => EndpointState::Draining,
         Condition { probe: Probe::Down, .. } => EndpointState::ProbeDown,
-        Condition { breaker: Breaker::Open | Breaker::HalfOpen, .. } => EndpointState::BreakerOpen,
+        Condition { breaker: Breaker::Open, .. } => EndpointState::BreakerOpen,
+        Condition { breaker: Breaker::HalfOpen, .. } => EndpointState::HalfOpen,
         Condition { probe: Probe::Unknown, .. } => EndpointState::Unknown,
         Condition { probe: Probe::Up, .. } => EndpointState::Up,
     }
@@ -180,6 +214,11 @@ mod tests {
         }
     }
 
+    fn state() -> State {
+        let metrics = Arc::new(crate::telemetry::Metrics::new().expect("names are unique"));
+        State::new(crate::state::Config::default(), metrics)
+    }
+
     /// A rule's networks and its limit.
     type Admits = (&'static [(&'static str, u8)], Option<(u32, u32)>);
 
@@ -188,8 +227,7 @@ mod tests {
 
     /// What the kernel is told of rules at 10.10.10.254, from port 80 up to the one given, in the order of ports.
     fn told(rules: &[(u16, Admits)]) -> Vec<Told> {
-        let metrics = Arc::new(crate::telemetry::Metrics::new().expect("names are unique"));
-        let state = State::new(crate::state::Config::default(), metrics);
+        let state = state();
         let rule = |(id, (last, (networks, syn))): (u32, &(u16, Admits))| {
             let mut rule = crate::fleet::fixtures::rule();
             rule.id = crate::fleet::RuleId(id);
@@ -202,6 +240,71 @@ mod tests {
         };
         state.publish(&(1..).zip(rules).map(rule).collect::<Vec<_>>());
         vips(&state.table()).into_iter().map(|vip| (vip.allowed, vip.syn)).collect()
+    }
+
+    #[test]
+    fn a_vip_is_reset_without_endpoints_where_all_of_its_rules_would_have_it() {
+        use NoEndpoint::{Proxy, Reset};
+        let of = |words: &[NoEndpoint]| {
+            let state = state();
+            let rule = |(id, word): (u32, &NoEndpoint)| {
+                let mut rule = crate::fleet::fixtures::rule();
+                (rule.id, rule.no_endpoint) = (crate::fleet::RuleId(id), *word);
+                rule.key.host = format!("host-{id}");
+                Arc::new(rule)
+            };
+            state.publish(&(1..).zip(words).map(rule).collect::<Vec<_>>());
+            vips(&state.table()).remove(0).no_endpoint
+        };
+        assert_eq!([of(&[Reset]), of(&[Reset, Reset])], [Reset; 2]);
+        assert_eq!([of(&[Proxy]), of(&[Reset, Proxy]), of(&[Proxy, Reset])], [Proxy; 3]);
+    }
+
+    /// What the kernel is told of the endpoints of the only rule.
+    fn seen(state: &State) -> Vec<(EndpointState, bool)> {
+        let of = |endpoint: &VipEndpoint| (endpoint.state, endpoint.may_be_asked);
+        seen_by_kernel(&state.table().services()[0]).iter().map(of).collect()
+    }
+
+    #[test]
+    fn every_word_against_an_endpoint_is_told_and_what_most_breakers_say_counts_for_nothing() {
+        use EndpointState::{AdminDown, BreakerOpen, Draining, ProbeDown, Unknown, Up};
+        let state = state();
+        let mut rule = crate::fleet::fixtures::rule();
+        rule.endpoints = (1..=5).map(|last| crate::fleet::fixtures::endpoint(last, crate::fleet::Role::Any)).collect();
+        state.publish(&[Arc::new(rule.clone())]);
+        assert_eq!(seen(&state), [(Unknown, true); 5]);
+        let table = state.table();
+        let endpoints = &table.services()[0].endpoints;
+        for endpoint in endpoints {
+            endpoint.meters.set_probe(Probe::Up);
+        }
+        assert_eq!(seen(&state), [(Up, true); 5]);
+        assert_eq!(until_trials(&table, clock::now()), Duration::MAX);
+        endpoints[0].meters.set_probe(Probe::Down);
+        let breaks = |position: usize| {
+            let (breaker, limits) = (&endpoints[position].meters.breaker, rule.breaker.expect("it has one"));
+            let fails = || breaker.failed(crate::state::breaker::Cause::Answer, &limits, clock::now());
+            assert!((0..limits.answers).any(|_| fails().is_some()));
+        };
+        breaks(1);
+        assert_eq!(seen(&state)[..3], [(ProbeDown, false), (BreakerOpen, false), (Up, true)]);
+        let wait = until_trials(&table, clock::now());
+        assert!(wait > Duration::from_secs(20) && wait <= Duration::from_secs(30), "{wait:?}");
+        breaks(2);
+        breaks(3);
+        assert_eq!(seen(&state)[1..], [(BreakerOpen, true), (BreakerOpen, true), (BreakerOpen, true), (Up, true)]);
+        (rule.endpoints[1].admin_down, rule.endpoints[4].weight) = (true, 0);
+        rule.endpoints.remove(2);
+        state.publish(&[Arc::new(rule.clone())]);
+        assert_eq!(
+            seen(&state),
+            [(ProbeDown, false), (AdminDown, false), (BreakerOpen, true), (Draining, false)],
+            "one of one"
+        );
+        rule.admin_down = true;
+        state.publish(&[Arc::new(rule)]);
+        assert!(seen(&state).iter().all(|(_, may_be_asked)| !may_be_asked));
     }
 
     #[test]

@@ -281,6 +281,9 @@ struct ProxyFlags {
     /// Connections that one source may begin at once under --syn-rate; 0: as many as in a second
     #[arg(long, value_name = "N")]
     syn_burst: Option<i64>,
+    /// While no endpoint may be asked: 503, or reset, which refuses new connections
+    #[arg(long, value_name = "ANSWER")]
+    no_endpoint: Option<String>,
     /// Percent of its fair share that an endpoint may carry with --select chwbl and wrr-hash
     #[arg(long, value_name = "PERCENT")]
     chwbl_load_factor: Option<i64>,
@@ -504,6 +507,7 @@ impl ProxyFlags {
         f.set("connectionsMax", self.connections_max);
         f.set("synRate", self.syn_rate);
         f.set("synBurst", self.syn_burst);
+        f.set("noEndpoint", self.no_endpoint.as_ref());
         f.set("chwbl_mean_load_factor", self.chwbl_load_factor);
         f.set("maxInspectBytes", self.max_inspect_bytes);
         f.set("clientHalfClose", self.client_half_close.as_ref());

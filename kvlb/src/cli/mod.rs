@@ -30,7 +30,7 @@ pub use error::CliError;
 use api::Api;
 use table::Screen;
 
-use crate::config::{Client, ClientFlags, Config, Engines, Env, UpFlags};
+use crate::config::{Client, ClientFlags, Config, Down, DownFlags, Engines, Env, UpFlags};
 use crate::secret::Hidden;
 
 /// What a command line asks for.
@@ -38,6 +38,10 @@ use crate::secret::Hidden;
 pub enum Parsed {
     /// `kvlb up`.
     Up(Box<Config>),
+    /// `kvlb doctor`; as JSON or not.
+    Doctor(Box<Config>, bool),
+    /// `kvlb down`.
+    Down(Down),
     /// A client command.
     Client(Box<Invocation>),
     /// Nothing more: help or an error was written.
@@ -76,14 +80,23 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>, env: &Env) -> Parsed
 
 fn ready(cli: Cli, env: &Env, program: &'static str) -> Result<Parsed, CliError> {
     let bad = |error: crate::config::ConfigError| CliError::Argument(error.to_string());
+    let config = |flags: &UpFlags| {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Config::new(flags, env, cores).map(Box::new).map_err(bad)
+    };
+    if let Command::Doctor(flags) = &cli.command {
+        return Ok(Parsed::Doctor(config(flags)?, cli.output == Some(Output::Json)));
+    }
+    if let Command::Down(flags) = &cli.command {
+        return Ok(Parsed::Down(Down::new(flags, env).map_err(bad)?));
+    }
     if let Command::Up(flags) = cli.command {
         if cli.client.any() || cli.output.is_some() {
             let message = "-s, -p, -t, -o, -k, --protocol, --token, --token-file, --cacert, --cert and --key belong to \
                            client commands; up listens at --api (--api-token-file, --api-tls-cert)";
             return Err(CliError::Argument(message.to_owned()));
         }
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        return Ok(Parsed::Up(Box::new(Config::new(&flags, env, cores).map_err(bad)?)));
+        return Ok(Parsed::Up(config(&flags)?));
     }
     let client = Client::new(&cli.client, env).map_err(bad)?;
     let engines = match &cli.command {
@@ -95,17 +108,25 @@ fn ready(cli: Cli, env: &Env, program: &'static str) -> Result<Parsed, CliError>
 
 /// The grammar. `up` knows the flags of client commands, so that it can refuse them, but does not show them.
 fn command() -> clap::Command {
-    Cli::command().mut_subcommand("up", |up| {
-        let hidden = |id: &'static str| clap::Arg::new(id).long(id).hide(true);
-        let shorts = [("apiserver", 's'), ("port", 'p'), ("timeout", 't')].map(|(id, short)| hidden(id).short(short));
-        let files = [hidden("token_file").long("token-file"), hidden("cacert"), hidden("cert"), hidden("key")]
-            .map(|arg| arg.value_parser(clap::value_parser!(PathBuf)));
-        let switches =
-            [hidden("insecure").short('k'), hidden("bearer")].map(|arg| arg.action(clap::ArgAction::SetTrue));
-        let token = hidden("token").value_parser(clap::value_parser!(Hidden));
-        let output = hidden("output").short('o').value_parser(clap::value_parser!(Output));
-        up.arg(hidden("protocol")).args(shorts).args(files).args(switches).arg(token).arg(output)
-    })
+    let hide = |with_output: bool| {
+        move |up: clap::Command| {
+            let hidden = |id: &'static str| clap::Arg::new(id).long(id).hide(true);
+            let shorts =
+                [("apiserver", 's'), ("port", 'p'), ("timeout", 't')].map(|(id, short)| hidden(id).short(short));
+            let files = [hidden("token_file").long("token-file"), hidden("cacert"), hidden("cert"), hidden("key")]
+                .map(|arg| arg.value_parser(clap::value_parser!(PathBuf)));
+            let switches =
+                [hidden("insecure").short('k'), hidden("bearer")].map(|arg| arg.action(clap::ArgAction::SetTrue));
+            let token = hidden("token").value_parser(clap::value_parser!(Hidden));
+            let output = hidden("output").short('o').value_parser(clap::value_parser!(Output));
+            let up = up.arg(hidden("protocol")).args(shorts).args(files).args(switches).arg(token);
+            if with_output { up.arg(output) } else { up }
+        }
+    };
+    Cli::command()
+        .mut_subcommand("up", hide(true))
+        .mut_subcommand("doctor", hide(false))
+        .mut_subcommand("down", hide(true))
 }
 
 /// `loxicmd` where kvlb is called by that name.
@@ -177,6 +198,10 @@ enum Command {
     /// Run the load balancer
     #[command(after_help = UP_HELP)]
     Up(Box<UpFlags>),
+    /// Look whether `kvlb up`, with the same flags, has what it needs here, and say what to do; changes nothing
+    Doctor(Box<UpFlags>),
+    /// Stop the kvlb that runs here and remove what it, or one that crashed, has left in the kernel: pins and routes
+    Down(DownFlags),
     /// Create a rule, or give an endpoint a probe of its own
     #[command(subcommand)]
     Create(Box<Create>),
@@ -266,6 +291,8 @@ enum Get {
         #[arg(long)]
         service_id: Option<u32>,
     },
+    /// What the kernel drops: how much of it, and some of it with source and VIP
+    Drops,
     /// All metrics, as Prometheus text
     Metrics,
     /// How kvlb runs, and what does not work as it should
@@ -427,7 +454,7 @@ async fn execute(invocation: &Invocation) -> Result<Answer, CliError> {
             save::apply(&api, file).await
         }
         Command::Version => versions(&api, output).await,
-        Command::Up(_) | Command::Completion { .. } => Ok(String::new().into()),
+        Command::Up(_) | Command::Doctor(_) | Command::Down(_) | Command::Completion { .. } => Ok(String::new().into()),
     }
 }
 
@@ -521,6 +548,7 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
             let query = service_id.map(|id| ("service_id", id.to_string()));
             (vec!["config", "ai", "kv", "savings"], query.into_iter().collect())
         }
+        Get::Drops => (vec!["config", "drops"], vec![]),
         Get::Metrics => return api.text(&["metrics"]).await.map(Answer::from),
         Get::Status => (vec!["status"], vec![]),
         Get::Version => return versions(api, output).await,
@@ -532,6 +560,7 @@ async fn got(api: &Api, get: &Get, output: Option<Output>) -> Result<Answer, Cli
         Get::KvInventory { .. } => table::inventory(answer, screen),
         Get::KvStatus { .. } => table::kv_status(answer, screen),
         Get::Savings { .. } => table::savings(answer, screen),
+        Get::Drops => table::drops(answer, screen),
         Get::Status | Get::Metrics | Get::Version => table::status(answer, screen),
     });
     let broken = matches!(get, Get::KvStatus { .. }) && table::any_mismatch(&answer);

@@ -29,6 +29,9 @@ pub(super) fn rules(answer: &Value, wide: bool, screen: Screen) -> String {
         if wide && let Some(pinning) = pinning(&rule["serviceArguments"]) {
             text.extend([format!("rule {id} remembers {pinning}\n")]);
         }
+        if wide {
+            text.extend(list(rule, "vips").map(|vip| format!("rule {id} at {}\n", verdicts(vip))));
+        }
         for note in list(rule, "notes").map(cell).chain(rule["refused"].as_str().map(refused)) {
             text.extend([format!("rule {id}: {note}\n")]);
         }
@@ -54,6 +57,48 @@ fn pinning(service: &Value) -> Option<String> {
         parts.push(format!("texts from {percent}% on, while loads are at most {apart} apart"));
     }
     (!parts.is_empty()).then(|| parts.join(", "))
+}
+
+/// What became of connections to a VIP: what it served, and whatever else there was.
+fn verdicts(vip: &Value) -> String {
+    let count = |of: &Value, (name, word): (&str, &str)| {
+        of[name].as_u64().filter(|count| *count > 0).map(|count| format!("{word} {count}"))
+    };
+    let steering = [("refused", "no endpoint"), ("denied", "denied"), ("noListener", "no listener")];
+    let mut words = vec![format!("steered {}", cell(&vip["steered"]))];
+    words.extend(steering.into_iter().filter_map(|of| count(vip, of)));
+    let devices = [("syn", "syn"), ("other", "other"), ("rate", "rate"), ("acl", "acl"), ("cut", "cut")];
+    let frames: Vec<_> = devices.into_iter().filter_map(|of| count(&vip["frames"], of)).collect();
+    let frames = if frames.is_empty() { String::new() } else { format!("; frames {}", frames.join(", ")) };
+    format!("{}: {}{frames}", cell(&vip["vip"]), words.join(", "))
+}
+
+/// `get drops`.
+pub(super) fn drops(answer: &Value, screen: Screen) -> String {
+    let totals = answer["totals"].as_object().into_iter().flatten();
+    let totals: Vec<_> = totals
+        .filter(|(_, count)| count.as_u64().is_some_and(|count| count > 0))
+        .map(|(reason, count)| format!("{reason} {count}"))
+        .collect();
+    if totals.is_empty() && list(answer, "latest").next().is_none() {
+        return "The kernel has dropped nothing.\n".to_owned();
+    }
+    let mut grid =
+        Grid::new(&[keep("Time"), keep("Reason"), keep("Source"), keep("VIP"), spare("Rule", 1), keep("Stands for")]);
+    for drop in list(answer, "latest") {
+        let time = drop["at"].as_u64().map_or_else(|| "-".to_owned(), time_of_day);
+        let known = |name: &str| if drop[name].is_null() { "-".to_owned() } else { cell(&drop[name]) };
+        grid.add([time, known("reason"), known("source"), known("vip"), known("rule"), known("count")]);
+    }
+    let totals = if totals.is_empty() { "none at the VIPs that there are".to_owned() } else { totals.join(", ") };
+    format!("{}In all: {totals}\n", grid.render(screen))
+}
+
+/// Milliseconds since 1970 as the time of day (UTC).
+fn time_of_day(millis: u64) -> String {
+    let seconds = millis / 1000;
+    let (hours, minutes) = (seconds / 3600 % 24, seconds / 60 % 60);
+    format!("{hours:02}:{minutes:02}:{:02}.{:03}Z", seconds % 60, millis % 1000)
 }
 
 fn refused(why: &str) -> String {
@@ -607,6 +652,8 @@ mod tests {
                  "counter": "0:0"}],
              "kvBlend": {"mode": "hard", "meanLoadFactor": 175, "loadFloor": 4, "loadPenalty": 32, "capSumMilli": 15_284_310,
                 "spillRelief": false, "coldStartSeedN": 16, "coldStartMinBlocks": 16, "minMatchTokens": 16},
+             "vips": [{"vip": "10.10.10.254:8080", "steered": 12, "refused": 0, "denied": 3, "noListener": 0,
+                "frames": {"syn": 15, "rate": 7, "acl": 0, "cut": 0, "other": 74}}],
              "notes": ["requests are answered by the prefill endpoints alone"]},
             {"id": 12, "serviceArguments": {"externalIP": "2001:db8::1", "port": 80, "portMax": 90, "mode": 4,
                 "model_name": "Qwen/Qwen3-0.6B", "monitor": false, "inactiveTimeOut": 60, "host": "api.example"},
@@ -653,6 +700,17 @@ mod tests {
     #[test]
     fn get_lb_wide_is_one_line_an_endpoint() {
         assert_eq!(rules(&answer(), true, PIPE), include_str!("golden/get_lb_wide.txt"));
+    }
+
+    #[test]
+    fn get_drops_shows_each_one_and_how_many_there_were() {
+        let empty = json!({"totals": {"acl": 0, "rate": 0}, "latest": []});
+        assert_eq!(drops(&empty, PIPE), "The kernel has dropped nothing.\n");
+        let answer = json!({"totals": {"acl": 0, "chain": 2, "rate": 599_650}, "latest": [
+            {"at": 1_764_557_999_083_u64, "reason": "rate", "source": "10.77.0.2:40000", "vip": "10.10.10.254:8080",
+             "rule": 1, "count": 20_000},
+            {"at": 0, "reason": "chain", "source": null, "vip": null, "rule": null, "count": 2}]});
+        assert_eq!(drops(&answer, PIPE), include_str!("golden/get_drops.txt"));
     }
 
     #[test]

@@ -53,7 +53,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         --proberetries=3 --proberise=4 --probe-answer-timeout=6 --expected-codes=200-204 --kv-exact-mode=3 --kv-block-size=32 --kv-hash-algo=xxhash_cbor --kv-zmq-port=1 \
         --kv-replay-port=2 --kv-engine-type=vllm --kv-dp-ranks=1 --kv-score=count --kv-lb-mode=off --kv-load-floor=1 \
         --kv-keying=auto --kv-tier-weights=cpu=0.5,storage=0 --kv-observe --ep-role=normal,any --pd-disagg=false --decision-headers --forwarded-headers=false \
-        --max-inspect-bytes=5 --connections-max=4 --syn-rate=20 --syn-burst=30 --client-half-close=allow --inatimeout=9 --connect-timeout=8 --first-byte-timeout=7 \
+        --max-inspect-bytes=5 --connections-max=4 --syn-rate=20 --syn-burst=30 --no-endpoint=reset --client-half-close=allow --inatimeout=9 --connect-timeout=8 --first-byte-timeout=7 \
         --max-stream-duration=6 --backend-protocol=http1 --kv-warmup=1 --nixl-port=1,2 --pd-cache-aware \
         --pd-session-ttl=1 --session-from-user --pd-cache-threshold=1 --pd-balance-abs-threshold=1 --pd-bootstrap-port=1 --sse-mode \
         --cb-enable --cb-connect-failures=4 --cb-answer-failures=0 --cb-open=5 --backend-keepalive-interval=1 \
@@ -68,7 +68,7 @@ fn every_flag_of_create_lb_reaches_the_rule() {
         "probeAnswerTimeout": 6, "expectedCodes": "200-204", "kvExactMode": 3, "kvBlockSize": 32,
         "kvHashAlgo": "xxhash_cbor", "kvZmqPort": 1, "kvReplayPort": 2, "kvEngineType": "vllm", "kvDpRankCount": 1,
         "kvScore": "count", "kvLbMode": "off", "kvLoadFloor": 1, "kvKeying": "auto", "kvTierWeights": {"cpu": 0.5, "storage": 0}, "kvObserve": true, "pd_disagg_mode": false,
-        "decisionHeaders": true, "forwardedHeaders": false, "maxInspectBytes": 5, "connectionsMax": 4, "synRate": 20, "synBurst": 30, "clientHalfClose": "allow",
+        "decisionHeaders": true, "forwardedHeaders": false, "maxInspectBytes": 5, "connectionsMax": 4, "synRate": 20, "synBurst": 30, "noEndpoint": "reset", "clientHalfClose": "allow",
         "inactiveTimeOut": 9, "timeoutMemberConnect": 8, "timeoutFirstByte": 7, "max_stream_duration_sec": 6,
         "backend_protocol": "http1", "kvWarmupSec": 1, "pd_cache_aware_mode": true, "pd_session_ttl_sec": 1, "session_from_user": true,
         "pd_cache_threshold": 1, "pd_balance_abs_threshold": 1, "pdBootstrapPort": 1, "sse_mode": true,
@@ -165,6 +165,9 @@ fn the_grammar_is_whole() {
         "kvlb apply -f f",
         "kvlb completion fish",
         "kvlb version",
+        "kvlb get drops",
+        "kvlb doctor --xdp-dev eth0 -o json",
+        "kvlb down --pin-dir /sys/fs/bpf/x --all-routes --wait 5s",
         "kvlb up",
     ] {
         assert!(read(line).is_ok(), "{line}: {:?}", read(line).err());

@@ -12,7 +12,7 @@ const ADMISSION: &str = "admission goes by fixed bounds yet: --fc-mode, --fc-ep-
 const RING: &str = "selectors 8 and 10 hash the first 512 bytes of the prompt, and need no ring";
 
 /// Name, whether it takes a value, and why it is refused.
-const FLAGS: [(&str, bool, &str); 38] = [
+const FLAGS: [(&str, bool, &str); 37] = [
     ("udp", VALUE, TCP_ONLY),
     ("sctp", VALUE, TCP_ONLY),
     ("icmp", SWITCH, TCP_ONLY),
@@ -50,7 +50,6 @@ const FLAGS: [(&str, bool, &str); 38] = [
     ("kv-model-profile", VALUE, "stage the tokenizer by the model's slug"),
     ("kv-exact-api-mode", VALUE, "completions and chat are both read"),
     ("kv-warmup-enforce", SWITCH, "the KV tier answers as soon as it knows blocks"),
-    ("no-endpoint", VALUE, "the answer is 503"),
 ];
 
 /// Those of the flags that were given.

@@ -174,6 +174,22 @@ pub struct UpFlags {
     pub log_level: Option<String>,
 }
 
+/// The flags of `kvlb down`.
+#[derive(Args, Clone, Debug, Default)]
+pub struct DownFlags {
+    /// Where the kernel maps are pinned [env: KVLB_PIN_DIR] [default: /sys/fs/bpf/kvlb]
+    #[arg(long, value_name = "DIR")]
+    pub pin_dir: Option<PathBuf>,
+
+    /// Also routes that are marked as kvlb's and of which no pin tells: another kvlb's in this network namespace, too
+    #[arg(long)]
+    pub all_routes: bool,
+
+    /// How long a running kvlb may take to end its streams, in seconds, or as 500ms, 30s, 2m [default: 40s]
+    #[arg(long, value_name = "TIME")]
+    pub wait: Option<String>,
+}
+
 /// How a client command reaches the API. Loxicmd's flags.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ClientFlags {

@@ -23,7 +23,7 @@ pub use access::{Access, Credential, TokenFiles, is_local};
 pub use access_log::AccessLog;
 pub use engines::{Engines, ZeroTouch};
 pub use env::{ConfigError, Env};
-pub use flags::{ClientFlags, UpFlags};
+pub use flags::{ClientFlags, DownFlags, UpFlags};
 pub use kv::Kv;
 
 use env::Setting;
@@ -46,6 +46,10 @@ const DRAIN_TIMEOUT_MAX: Duration = Duration::from_hours(24);
 const TAKEOVER_WAIT: Duration = Duration::from_mins(1);
 /// The takeover's socket in the state directory.
 const TAKEOVER_SOCKET: &str = "takeover.sock";
+/// The BPF file system's usual place.
+const PIN_DIR: &str = "/sys/fs/bpf/kvlb";
+/// What streams have by default, and some more.
+const DOWN_WAIT: Duration = Duration::from_secs(40);
 /// A client command gives up after this, as loxicmd.
 const CLIENT_TIMEOUT_SECONDS: u64 = 10;
 
@@ -108,6 +112,32 @@ pub struct Config {
     pub warnings: Vec<String>,
 }
 
+/// What `kvlb down` is to remove.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Down {
+    /// Where the maps are pinned.
+    pub pin_dir: PathBuf,
+    /// Also routes of which no pin tells.
+    pub all_routes: bool,
+    /// How long a running kvlb may take to end.
+    pub wait: Duration,
+}
+
+impl Down {
+    /// The settings of `kvlb down`.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for the first value that is not allowed.
+    pub fn new(flags: &DownFlags, env: &Env) -> Result<Self, ConfigError> {
+        let wait = flags.wait.as_ref().map(|value| duration(&Setting { name: "--wait", value }));
+        Ok(Self {
+            pin_dir: Both { env }.path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", PIN_DIR)?,
+            all_routes: flags.all_routes,
+            wait: wait.transpose()?.unwrap_or(DOWN_WAIT),
+        })
+    }
+}
+
 /// `--datapath`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Datapath {
@@ -157,7 +187,7 @@ impl Config {
             state_dir,
             tokenizer_dir: path(flags.tokenizer_dir.as_deref(), "KVLB_TOKENIZER_DIR", TOKENIZER_DIR)?,
             datapath,
-            pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", "/sys/fs/bpf/kvlb")?,
+            pin_dir: path(flags.pin_dir.as_deref(), "KVLB_PIN_DIR", PIN_DIR)?,
             xdp_devices: xdp::devices(flags, &both, datapath)?,
             io: both.word("--io", flags.io.as_ref(), "KVLB_IO", &IOS)?,
             threads: threads(both.text("--threads", flags.threads.as_ref(), "KVLB_THREADS")?, cores)?,

@@ -58,6 +58,16 @@ pub trait Live: Send + Sync {
         Vec::new()
     }
 
+    /// A rule's VIPs for which the kernel has counted something.
+    fn vips(&self, _rule: RuleId) -> Vec<VipView> {
+        Vec::new()
+    }
+
+    /// What the kernel drops.
+    fn drops(&self) -> DropsView {
+        DropsView::default()
+    }
+
     /// What does not work as it should, and why.
     fn degraded(&self) -> Vec<(String, String)>;
 }
@@ -208,6 +218,66 @@ pub struct SavingsView {
     pub reported_tokens: u64,
     /// Times that the mirror was dropped because the engine reported less than half of what it promised.
     pub distrusted: u64,
+}
+
+/// What became of connections to one VIP in the kernel, since the VIP was added.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VipView {
+    /// Its address and port.
+    pub vip: String,
+    /// Handed to a data thread.
+    pub steered: u64,
+    /// Refused since no endpoint may be chosen.
+    pub refused: u64,
+    /// Refused since the source is in no rule's `allowedSources`.
+    pub denied: u64,
+    /// Refused since no data thread was there to take it.
+    pub no_listener: u64,
+    /// Its frames at the devices of `--xdp-dev`; `None` without any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub frames: Option<FramesView>,
+}
+
+/// What became of frames for one VIP at devices with admission.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct FramesView {
+    /// SYNs that passed.
+    pub syn: u64,
+    /// SYNs beyond `synRate`.
+    pub rate: u64,
+    /// SYNs from sources that may not connect.
+    pub acl: u64,
+    /// Fragments that hide TCP's flags.
+    pub cut: u64,
+    /// Anything else, which passed.
+    pub other: u64,
+}
+
+/// What the kernel drops.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DropsView {
+    /// How much for each reason, at the VIPs that there are now.
+    pub totals: BTreeMap<&'static str, u64>,
+    /// Some of them, the latest first.
+    pub latest: Vec<DropView>,
+}
+
+/// One drop that the kernel told of. What the frame did not say is null.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DropView {
+    /// When, in milliseconds since 1970.
+    pub at: u64,
+    /// Why.
+    pub reason: &'static str,
+    /// Who sent it, with its port.
+    pub source: Option<String>,
+    /// The VIP, with the port.
+    pub vip: Option<String>,
+    /// The oldest rule at that VIP.
+    pub rule: Option<u32>,
+    /// Drops for this reason on the same CPU since the last one that was told of.
+    pub count: u32,
 }
 
 /// The blocks that an endpoint holds.

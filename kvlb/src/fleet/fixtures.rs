@@ -43,6 +43,7 @@ pub(crate) fn rule() -> Rule {
         pinning: Pinning::default(),
         allowed_sources: Vec::new(),
         syn: None,
+        no_endpoint: crate::fleet::NoEndpoint::Proxy,
         decision_headers: false,
         max_inspect_bytes: 32 << 20,
         connections_max: None,

@@ -19,7 +19,7 @@ pub use pinning::{Pinning, SessionSource, TrieRule};
 pub use readings::{Dialect, FirstTokens, Reading, Readings};
 pub use rule::{
     AdmissionMode, AdmissionRule, BadStatusCodes, BlendRule, BreakerRule, Endpoint, EndpointKey, EngineType, ExactMode,
-    Keying, KvRule, Limits, Mode, Monitor, PortRange, ProbeKind, Relief, Role, Rule, RuleId, RuleKey, Score, Selector,
-    StatusCodes, SynRule, TierWeights,
+    Keying, KvRule, Limits, Mode, Monitor, NoEndpoint, PortRange, ProbeKind, Relief, Role, Rule, RuleId, RuleKey,
+    Score, Selector, StatusCodes, SynRule, TierWeights,
 };
 pub use split::{HandoffKind, SplitRule};

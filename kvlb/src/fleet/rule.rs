@@ -87,6 +87,8 @@ pub struct Rule {
     pub allowed_sources: Vec<(IpAddr, u8)>,
     /// How often one source may open a connection (`synRate`); `None`: as often as it likes.
     pub syn: Option<SynRule>,
+    /// What becomes of a new connection while no endpoint may be asked (`noEndpoint`).
+    pub no_endpoint: NoEndpoint,
     /// Answers carry `x-kvlb-*` headers that explain the choice (`decisionHeaders`).
     pub decision_headers: bool,
     /// Bodies up to this many bytes are read before choosing (`maxInspectBytes`).
@@ -136,6 +138,16 @@ pub struct SynRule {
     pub per_sec: u32,
     /// `synBurst`: SYNs at once, at least one.
     pub burst: u32,
+}
+
+/// `noEndpoint`: who answers a new connection while no endpoint may be asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NoEndpoint {
+    /// The proxy takes it, and answers its requests with 503.
+    #[default]
+    Proxy,
+    /// It is reset: by the kernel where that steers, else as soon as it is accepted.
+    Reset,
 }
 
 /// When the breaker of an endpoint opens, and for how long.

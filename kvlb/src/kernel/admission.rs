@@ -40,6 +40,8 @@ impl AdmissionMode {
 pub(super) struct Admitting {
     pub(super) device: String,
     pub(super) mode: AdmissionMode,
+    /// The device's number: another device of the same name has another.
+    index: u32,
     /// Frames are judged as long as this is open.
     _link: FdLink,
 }
@@ -80,6 +82,31 @@ pub(super) fn attach(ebpf: &mut Ebpf, devices: &[String]) -> Result<Vec<Admittin
     devices.iter().map(|device| attach_one(program, device)).collect()
 }
 
+/// Lets go of devices that are gone and takes those that are back, or could not be had before; gives those that cannot be
+/// had, and why.
+pub(super) fn renew(ebpf: &mut Ebpf, devices: &[String], admitting: &mut Vec<Admitting>) -> Vec<(String, Error)> {
+    admitting.retain(|at| {
+        let there = if_nametoindex(at.device.as_str()).is_ok_and(|index| index == at.index);
+        if !there {
+            tracing::error!(device = at.device, "the device is gone: its SYNs are not judged");
+        }
+        there
+    });
+    let missing: Vec<_> =
+        devices.iter().filter(|device| !admitting.iter().any(|at| at.device == **device)).cloned().collect();
+    let mut lost = Vec::new();
+    for device in missing {
+        let taken = check(std::slice::from_ref(&device))
+            .and_then(|()| program(ebpf).map_err(from_program))
+            .and_then(|program| attach_one(program, &device));
+        match taken {
+            Ok(at) => admitting.push(at),
+            Err(error) => lost.push((device, error)),
+        }
+    }
+    lost
+}
+
 /// The kernel's id of the program.
 pub(super) fn id(ebpf: &Ebpf) -> Option<u32> {
     let program: &Xdp = ebpf.program(PROGRAM)?.try_into().ok()?;
@@ -92,6 +119,7 @@ fn program(ebpf: &mut Ebpf) -> Result<&mut Xdp, EbpfError> {
 }
 
 fn attach_one(program: &mut Xdp, device: &str) -> Result<Admitting, Error> {
+    let index = if_nametoindex(device).map_err(|_gone| Error::NoDevice { device: device.to_owned() })?;
     let (mode, link) = match program.attach(device, XdpMode::Driver) {
         Ok(link) => (AdmissionMode::Native, link),
         Err(error) if answer(&error).is_some_and(may_be_generic) => {
@@ -109,7 +137,7 @@ fn attach_one(program: &mut Xdp, device: &str) -> Result<Admitting, Error> {
     let link = program.take_link(link).map_err(|error| failed(device, error))?;
     let link =
         FdLink::try_from(link).map_err(|error| Error::Device { device: device.to_owned(), source: Box::new(error) })?;
-    Ok(Admitting { device: device.to_owned(), mode, _link: link })
+    Ok(Admitting { device: device.to_owned(), mode, index, _link: link })
 }
 
 /// The kernel's answer, where it gave one.

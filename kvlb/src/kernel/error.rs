@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use aya::EbpfError;
 use aya::maps::MapError;
+use aya::programs::ProgramError;
 
 /// Why the kernel does not do its share.
 #[derive(Debug, thiserror::Error)]
@@ -118,6 +119,16 @@ pub enum Error {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// Another program listens where VIPs are to be; they are not taken from it.
+    #[error("{at} is not served: {who} listens there{}", more(*others))]
+    Owned {
+        /// The first of them.
+        at: SocketAddr,
+        /// Who it is.
+        who: String,
+        /// How many more VIPs are others'.
+        others: usize,
+    },
     /// No VIP can have this address.
     #[error("{addr} cannot be a VIP: it is not the address of one host")]
     Address {
@@ -140,6 +151,11 @@ pub enum Error {
         /// How many there can be.
         max: u32,
     },
+}
+
+/// How many more there are.
+fn more(others: usize) -> String {
+    if others == 0 { String::new() } else { format!(" (and so with {others} more)") }
 }
 
 /// The outcome of several steps that are all taken, whatever becomes of each: the first failure.
@@ -165,10 +181,16 @@ pub(super) fn from_program(error: EbpfError) -> Error {
     }
 }
 
-/// The refusal for lack of privilege that `error` was caused by, if it was.
+/// The refusal for lack of privilege that `error` was caused by, if it was. The verifier's own refusals have the same code
+/// as some of those, but say why.
 fn refused(error: &EbpfError) -> Option<io::Error> {
     let mut cause = Some(error as &dyn std::error::Error);
     while let Some(error) = cause {
+        if let Some(ProgramError::LoadError { verifier_log, .. }) = error.downcast_ref()
+            && !verifier_log.to_string().trim().is_empty()
+        {
+            return None;
+        }
         let io = error.downcast_ref::<io::Error>();
         if let Some(code) =
             io.filter(|io| io.kind() == io::ErrorKind::PermissionDenied).and_then(io::Error::raw_os_error)
@@ -184,7 +206,7 @@ fn refused(error: &EbpfError) -> Option<io::Error> {
 mod tests {
     use std::error::Error as _;
 
-    use aya::programs::ProgramError;
+    use aya_obj::VerifierLog;
 
     use super::*;
 
@@ -211,6 +233,19 @@ mod tests {
         assert!(matches!(error, Error::Privileges { .. }), "{error:?}");
         assert!(error.to_string().contains("CAP_BPF"), "{error}");
         assert_eq!(error.source().unwrap().to_string(), "Operation not permitted (os error 1)");
+    }
+
+    #[test]
+    fn what_the_verifier_refuses_is_no_missing_privilege_and_keeps_its_log() {
+        let refused = |log: &str| {
+            let (io_error, verifier_log) =
+                (io::Error::from_raw_os_error(nix::libc::EACCES), VerifierLog::new(log.to_owned()));
+            from_program(EbpfError::ProgramError(ProgramError::LoadError { io_error, verifier_log }))
+        };
+        let error = refused("attempt to corrupt spilled pointer on stack");
+        assert!(matches!(error, Error::Program { .. }), "{error:?}");
+        assert!(error.source().unwrap().source().unwrap().to_string().contains("spilled pointer"), "{error:?}");
+        assert!(matches!(refused(""), Error::Privileges { .. }));
     }
 
     #[test]

@@ -8,7 +8,8 @@ use aya::maps::lpm_trie::{Key, LpmTrie};
 use aya::maps::{Array, HashMap, IterableMap as _, Map, MapData, MapError, PerCpuArray, PerCpuValues, SockMap};
 use aya::util::nr_cpus;
 use kvlb_common::{
-    Bucket, ENDPOINT_BYTES, Endpoint, FrameStats, LIST_BITS, Network4, Network6, Source, VipInfo, VipKey, VipStats,
+    Bucket, ENDPOINT_BYTES, Endpoint, FrameStats, LIST_BITS, Network4, Network6, Source, Stamp, VipInfo, VipKey,
+    VipStats,
 };
 
 use super::Error;
@@ -26,6 +27,7 @@ pub(super) struct Maps {
     networks6: LpmTrie<MapData, Network6, u32>,
     sources: HashMap<MapData, Source, Bucket>,
     frames: PerCpuArray<MapData, FrameStats>,
+    stamp: Array<MapData, Stamp>,
 }
 
 /// The name of the map of sources, whose size depends on whether it is used.
@@ -43,7 +45,13 @@ impl Maps {
             networks6: typed(ebpf, "KVLB_ACL6")?,
             sources: typed(ebpf, SOURCES)?,
             frames: typed(ebpf, "KVLB_FRAMES")?,
+            stamp: typed(ebpf, "KVLB_STAMP")?,
         })
+    }
+
+    /// Says of which object they are.
+    pub(super) fn stamp(&mut self, stamp: Stamp) -> Result<(), Error> {
+        self.stamp.set(0, stamp, 0).map_err(failed("write", "KVLB_STAMP"))
     }
 
     /// Pins the maps that others may read.
@@ -57,7 +65,7 @@ impl Maps {
     }
 
     /// Each map with its pin's name.
-    fn pinned(&self) -> [(&'static str, &MapData); 7] {
+    fn pinned(&self) -> [(&'static str, &MapData); 8] {
         [
             (pins::VIPS, self.vips.map()),
             (pins::ENDPOINTS, self.endpoints.map()),
@@ -66,6 +74,8 @@ impl Maps {
             (pins::NETWORKS6, self.networks6.map()),
             (pins::SOURCES, self.sources.map()),
             (pins::FRAMES, self.frames.map()),
+            // The last: where it is, the others are.
+            (pins::STAMP, self.stamp.map()),
         ]
     }
 
@@ -143,7 +153,7 @@ fn key6(list: u32, addr: Ipv6Addr, bits: u8) -> Key<Network6> {
 }
 
 /// The map `name` out of the object, by the type that its Rust name says.
-fn typed<T: TryFrom<Map, Error = MapError>>(ebpf: &mut Ebpf, name: &'static str) -> Result<T, Error> {
+pub(super) fn typed<T: TryFrom<Map, Error = MapError>>(ebpf: &mut Ebpf, name: &'static str) -> Result<T, Error> {
     let map = ebpf.take_map(name).ok_or_else(|| missing(name))?;
     T::try_from(map).map_err(failed("use", name))
 }

@@ -13,9 +13,14 @@
 //! Linux before 5.9 has no `SK_LOOKUP`; without it, or without privileges, the proxy binds the VIPs itself.
 
 mod admission;
+mod doctor;
+mod driver;
+mod drops;
 mod error;
+mod leftovers;
 mod log;
 mod maps;
+mod owners;
 mod pins;
 mod routes;
 mod slots;
@@ -25,23 +30,30 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 
 use aya::programs::SkLookup;
 use aya::{Ebpf, EbpfError, EbpfLoader};
-pub use kvlb_common::{ENDPOINTS_MAX, EndpointState, FrameStats, LISTENERS_MAX, VIPS_MAX, VipStats};
+pub use kvlb_common::{DropReason, ENDPOINTS_MAX, EndpointState, FrameStats, LISTENERS_MAX, VIPS_MAX, VipStats};
 
+pub use crate::fleet::NoEndpoint;
 pub use admission::AdmissionMode;
+pub use doctor::{Finding, Verdict, examine};
+pub use drops::{Dropped, Drops};
 pub use error::Error;
+pub use leftovers::{Cleared, clear, holders};
 pub use log::{DRAIN_INTERVAL, ProgramLog};
 
 use admission::Admitting;
 use error::Outcome;
+use kvlb_common::Stamp;
 use maps::Maps;
 use pins::PinDir;
 use routes::Routes;
 use table::{Table, Wanted};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// The object that `cargo xtask build-ebpf` makes of `kvlb-ebpf`.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/bpf/kvlb.bpf.o"));
@@ -78,7 +90,7 @@ pub struct Vip {
     pub rules: Vec<u32>,
     /// The endpoints of all these rules.
     pub endpoints: Vec<VipEndpoint>,
-    /// Who answers while no endpoint is up.
+    /// Who answers while no endpoint may be chosen.
     pub no_endpoint: NoEndpoint,
     /// Whether it takes new connections.
     pub phase: Phase,
@@ -100,16 +112,6 @@ pub struct SynLimit {
     pub burst: u32,
 }
 
-/// Who answers a connection while no endpoint of the VIP is up: the rule's `noEndpoint`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum NoEndpoint {
-    /// The proxy, with its 503.
-    #[default]
-    Proxy,
-    /// The kernel, with a reset.
-    Reset,
-}
-
 /// Whether a VIP takes new connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
@@ -128,8 +130,11 @@ pub struct VipEndpoint {
     pub addr: IpAddr,
     /// Its port.
     pub port: u16,
-    /// Whether it may be chosen.
+    /// What is known of it, for whoever reads the map.
     pub state: EndpointState,
+    /// Whether it may be chosen: also one that no probe has judged yet, and one that a breaker takes out together with most
+    /// others.
+    pub may_be_asked: bool,
     /// Its share beside the others.
     pub weight: u32,
 }
@@ -144,6 +149,9 @@ pub struct Kernel {
     /// Another process has the pins and routes: nothing of them is touched.
     joined: bool,
     log: Option<ProgramLog>,
+    drops: Option<Drops>,
+    /// New VIPs that the last list had, and that others have.
+    owned: Vec<(SocketAddr, String)>,
     /// The devices that are to have admission, and those that have it.
     xdp_devices: Vec<String>,
     admitting: Vec<Admitting>,
@@ -165,13 +173,26 @@ impl Kernel {
         admission::check(&config.xdp_devices)?;
         let pins = PinDir::open(&config.pin_dir)?;
         let routes = Routes::open(pins.stale().1)?;
+        let Loaded { mut ebpf, log, drops, maps } = programs(config, Some(&pins))?;
         pins.clear()?;
-        let (mut ebpf, log, maps) = programs(config)?;
         maps.pin(&pins)?;
         attach(&mut ebpf)?;
         let xdp_devices = config.xdp_devices.clone();
         let admitting = if xdp_devices.is_empty() { Vec::new() } else { admission::attach(&mut ebpf, &xdp_devices)? };
-        Ok(Self { table: Table::default(), maps, routes, pins, joined: false, log, xdp_devices, admitting, ebpf })
+        let (table, drops) = (Table::default(), Some(drops));
+        Ok(Self {
+            table,
+            maps,
+            routes,
+            pins,
+            joined: false,
+            log,
+            drops,
+            owned: Vec::new(),
+            xdp_devices,
+            admitting,
+            ebpf,
+        })
     }
 
     /// Loads the program and its maps beside those of a process that hands over, whose lock of the pin directory this is.
@@ -182,9 +203,9 @@ impl Kernel {
     /// As [`Kernel::load`].
     pub fn join(config: &Config, lock: File) -> Result<Self, Error> {
         let mut pins = PinDir::given(&config.pin_dir, lock);
-        let made =
-            admission::check(&config.xdp_devices).and_then(|()| Ok((Routes::open(Vec::new())?, programs(config)?)));
-        let (routes, (ebpf, log, maps)) = match made {
+        let made = admission::check(&config.xdp_devices)
+            .and_then(|()| Ok((Routes::open(Vec::new())?, programs(config, Some(&pins))?)));
+        let (routes, Loaded { ebpf, log, drops, maps }) = match made {
             Ok(made) => made,
             Err(error) => {
                 // They are the other's still.
@@ -193,8 +214,20 @@ impl Kernel {
             }
         };
         let xdp_devices = config.xdp_devices.clone();
-        let (table, admitting) = (Table::default(), Vec::new());
-        Ok(Self { table, maps, routes, pins, joined: true, log, xdp_devices, admitting, ebpf })
+        let (table, admitting, drops) = (Table::default(), Vec::new(), Some(drops));
+        Ok(Self {
+            table,
+            maps,
+            routes,
+            pins,
+            joined: true,
+            log,
+            drops,
+            owned: Vec::new(),
+            xdp_devices,
+            admitting,
+            ebpf,
+        })
     }
 
     /// Steers from now on, beside the program of a process that hands over. A namespace runs all its programs in the order in
@@ -230,6 +263,15 @@ impl Kernel {
             self.admitting = admission::attach(&mut self.ebpf, &self.xdp_devices)?;
         }
         Ok(())
+    }
+
+    /// Lets go of devices that are gone, and judges frames again at those that are back. Gives the devices that are to have
+    /// admission and have none, each with why; none where another process has them.
+    pub fn renew_admission(&mut self) -> Vec<(String, Error)> {
+        if self.joined || self.xdp_devices.is_empty() {
+            return Vec::new();
+        }
+        admission::renew(&mut self.ebpf, &self.xdp_devices, &mut self.admitting)
     }
 
     /// Ends steering and admission, and leaves pins and routes to another process, which steers already.
@@ -285,15 +327,19 @@ impl Kernel {
     /// Makes the kernel's VIPs, endpoints and routes what `vips` says. Writes only what differs, each VIP at one stroke
     /// after its endpoints; doing so again does nothing.
     ///
+    /// A new VIP at which another program listens is left to it, until it does not any more.
+    ///
     /// # Errors
     /// [`Error::Address`] and [`Error::Twice`] before anything is written. Otherwise the first failure, after everything
-    /// else has been done; the next call tries again what failed.
+    /// else has been done; the next call tries again what failed. [`Error::Owned`] where nothing else has.
     pub fn sync(&mut self, vips: &[Vip]) -> Result<(), Error> {
-        let wanted = Wanted::checked(vips)?;
-        let addrs: BTreeSet<IpAddr> = wanted.addrs().collect();
+        let mut wanted = Wanted::checked(vips)?;
         // A route comes after its entries and goes before them, so that whatever a crash leaves is in the map.
         let mut outcome = Outcome::default();
+        let mut owned = Ok(());
         if !self.joined {
+            owned = self.leave_to_others(&mut wanted, &mut outcome);
+            let addrs: BTreeSet<IpAddr> = wanted.addrs().collect();
             outcome.note(self.routes.retain(&addrs));
             outcome.note(self.routes.claim(&addrs));
         }
@@ -301,7 +347,39 @@ impl Kernel {
         if !self.joined {
             outcome.note(self.routes.add_claimed());
         }
+        outcome.note(owned);
         outcome.finish()
+    }
+
+    /// Leaves out new VIPs at which others listen, and says which.
+    fn leave_to_others(&mut self, wanted: &mut Wanted<'_>, outcome: &mut Outcome) -> Result<(), Error> {
+        let new = wanted.new_to(&self.table);
+        self.owned.clear();
+        if new.is_empty() {
+            return Ok(());
+        }
+        // Where the kernel does not say, VIPs are taken as before it did.
+        let listening = owners::listening().unwrap_or_else(|error| {
+            tracing::debug!(%error, "who listens where is not known");
+            Vec::new()
+        });
+        outcome.note(self.routes.claim(&new.iter().map(SocketAddr::ip).collect()));
+        for at in new {
+            if let Some(owner) = owners::owner(&listening, at, self.routes.is_others(at.ip())) {
+                wanted.leave_out(at);
+                self.owned.push((at, owners::whose(owner)));
+            }
+        }
+        match self.owned.first() {
+            Some((at, who)) => Err(Error::Owned { at: *at, who: who.clone(), others: self.owned.len() - 1 }),
+            None => Ok(()),
+        }
+    }
+
+    /// VIPs with this address and these ports that other programs have, and who.
+    pub fn owned(&self, addr: IpAddr, ports: RangeInclusive<u16>) -> Vec<(SocketAddr, String)> {
+        let of_rule = |(at, _): &&(SocketAddr, String)| at.ip() == addr.to_canonical() && ports.contains(&at.port());
+        self.owned.iter().filter(of_rule).cloned().collect()
     }
 
     /// The counters of each VIP since it was added, all CPUs together, in the order of addresses and ports.
@@ -310,6 +388,21 @@ impl Kernel {
     /// [`Error::Map`] when the kernel does not give them.
     pub fn stats(&self) -> Result<Vec<(SocketAddr, VipStats)>, Error> {
         self.table.ids().map(|(at, id)| Ok((at, self.maps.stats(id)?))).collect()
+    }
+
+    /// The same of the VIPs with this address and these ports.
+    ///
+    /// # Errors
+    /// [`Error::Map`] when the kernel does not give them.
+    pub fn stats_of(&self, addr: IpAddr, ports: RangeInclusive<u16>) -> Result<Vec<(SocketAddr, VipStats)>, Error> {
+        let addr = addr.to_canonical();
+        let range = SocketAddr::new(addr, *ports.start())..=SocketAddr::new(addr, *ports.end());
+        self.table.ids_at(range).map(|(at, id)| Ok((at, self.maps.stats(id)?))).collect()
+    }
+
+    /// What the programs tell of those that they drop, once: whoever takes it reads it.
+    pub fn take_drops(&mut self) -> Option<Drops> {
+        self.drops.take()
     }
 
     /// The program's log, once: whoever takes it drains it into ours.
@@ -378,18 +471,34 @@ impl fmt::Debug for Kernel {
     }
 }
 
-/// The object in the kernel: its programs' log, its maps, and the admission program where a device needs it.
-fn programs(config: &Config) -> Result<(Ebpf, Option<ProgramLog>, Maps), Error> {
+/// The object in the kernel.
+struct Loaded {
+    ebpf: Ebpf,
+    log: Option<ProgramLog>,
+    drops: Drops,
+    maps: Maps,
+}
+
+/// Loads the object: its programs' log, its maps, and the admission program where a device needs it. Buckets of a process
+/// before, which has left its pins or is about to, are used on.
+fn programs(config: &Config, before: Option<&PinDir>) -> Result<Loaded, Error> {
     let admits = !config.xdp_devices.is_empty();
     let sources = if admits { kvlb_common::SOURCES_MAX } else { 1 };
-    let mut ebpf =
-        EbpfLoader::new().map_max_entries(maps::SOURCES, sources).load(OBJECT).map_err(error::from_program)?;
+    let stamp = Stamp { object: xxh3_64(OBJECT) };
+    let buckets = before.and_then(|pins| pins.buckets(stamp, sources));
+    let mut loader = EbpfLoader::new();
+    loader.map_max_entries(maps::SOURCES, sources);
+    if let Some(path) = &buckets {
+        loader.map_pin_path(maps::SOURCES, path);
+    }
+    let mut ebpf = loader.load(OBJECT).map_err(error::from_program)?;
     let log = ProgramLog::open(&mut ebpf);
-    let maps = Maps::take(&mut ebpf)?;
+    let (drops, mut maps) = (Drops::open(&mut ebpf)?, Maps::take(&mut ebpf)?);
+    maps.stamp(stamp)?;
     if admits {
         admission::load(&mut ebpf)?;
     }
-    Ok((ebpf, log, maps))
+    Ok(Loaded { ebpf, log, drops, maps })
 }
 
 /// Attaches the program to the network namespace of this thread.

@@ -9,9 +9,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use aya::maps::{HashMap, Map, MapData, MapError};
+use aya::maps::{Array, HashMap, Map, MapData, MapError, MapInfo};
 use aya::pin::PinError;
-use kvlb_common::{VIP_ROUTE, VipInfo, VipKey, addr_from_bytes};
+use kvlb_common::{Stamp, VIP_ROUTE, VipInfo, VipKey, addr_from_bytes};
 use nix::mount::{MsFlags, mount};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
@@ -19,7 +19,7 @@ use super::Error;
 use super::error::Outcome;
 
 /// Where Linux has its BPF file system by convention; the kernel makes the directory, systemd or we mount it.
-const BPFFS: &str = "/sys/fs/bpf";
+pub(super) const BPFFS: &str = "/sys/fs/bpf";
 
 /// The names of our pins.
 pub(super) const VIPS: &str = "VIPS";
@@ -29,7 +29,8 @@ pub(super) const NETWORKS4: &str = "ACL4";
 pub(super) const NETWORKS6: &str = "ACL6";
 pub(super) const SOURCES: &str = "SYN";
 pub(super) const FRAMES: &str = "FRAMES";
-const PINS: [&str; 7] = [VIPS, ENDPOINTS, STATS, NETWORKS4, NETWORKS6, SOURCES, FRAMES];
+pub(super) const STAMP: &str = "STAMP";
+pub(super) const PINS: [&str; 8] = [VIPS, ENDPOINTS, STATS, NETWORKS4, NETWORKS6, SOURCES, FRAMES, STAMP];
 
 /// Behind a name while the pin waits to take its place.
 const NEXT: &str = "_NEXT";
@@ -106,6 +107,23 @@ impl PinDir {
         })
     }
 
+    /// The pin of the predecessor's buckets, where its maps are of the same object and there is room for as many sources as
+    /// there is to be: whoever sent too much before goes on being counted.
+    pub(super) fn buckets(&self, stamp: Stamp, sources: u32) -> Option<PathBuf> {
+        let path = self.path.join(SOURCES);
+        let run = || -> Result<bool, MapError> {
+            let map = Map::from_map_data(MapData::from_pin(self.path.join(STAMP))?)?;
+            let there = Array::<_, Stamp>::try_from(map)?.get(&0, 0)?;
+            Ok(there == stamp && MapInfo::from_pin(&path)?.max_entries() == sources)
+        };
+        run().unwrap_or(false).then_some(path)
+    }
+
+    /// The names of our pins that are there.
+    pub(super) fn there(&self) -> Vec<String> {
+        names().filter(|name| self.path.join(name).exists()).collect()
+    }
+
     /// Pins `map` as `name`.
     pub(super) fn pin(&self, name: &'static str, map: &MapData) -> Result<(), Error> {
         self.pin_as(name, map)
@@ -133,8 +151,7 @@ impl PinDir {
     /// Removes our pins from the directory, whoever made them.
     pub(super) fn clear(&self) -> Result<(), Error> {
         let mut outcome = Outcome::default();
-        let names = PINS.iter().flat_map(|name| [(*name).to_owned(), format!("{name}{NEXT}")]);
-        for path in names.map(|name| self.path.join(name)) {
+        for path in names().map(|name| self.path.join(name)) {
             match fs::remove_file(&path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 removed => outcome.note(removed.map_err(failed("remove", &path))),
@@ -163,6 +180,11 @@ impl Drop for PinDir {
     }
 }
 
+/// The names of all pins that may be ours.
+fn names() -> impl Iterator<Item = String> {
+    PINS.iter().flat_map(|name| [(*name).to_owned(), format!("{name}{NEXT}")])
+}
+
 /// Whether `path` still leads to what was opened.
 fn is_at(file: &File, path: &Path) -> bool {
     let same = || -> io::Result<bool> {
@@ -188,7 +210,7 @@ fn mount_bpffs(path: &Path) -> Result<(), Error> {
 }
 
 /// Whether `path`, or as much of it as there is, is on a BPF file system.
-fn is_bpffs(path: &Path) -> bool {
+pub(super) fn is_bpffs(path: &Path) -> bool {
     let there = path.ancestors().find(|ancestor| ancestor.exists());
     there.and_then(|path| statfs(path).ok()).is_some_and(|stat| stat.filesystem_type() == BPF_FS_MAGIC)
 }

@@ -11,10 +11,12 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use rtnetlink::RouteMessageBuilder;
 use rtnetlink::packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
 };
 use rtnetlink::packet_route::RouteNetlinkMessage;
-use rtnetlink::packet_route::route::{RouteAttribute, RouteFlags, RouteMessage, RouteProtocol, RouteScope, RouteType};
+use rtnetlink::packet_route::route::{
+    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
 use rtnetlink::sys::Socket;
 use rtnetlink::sys::protocols::NETLINK_ROUTE;
 
@@ -65,6 +67,11 @@ impl Routes {
         self.held.retain(|_, hold| *hold == Hold::Ours);
     }
 
+    /// The addresses of all routes in this namespace that are marked as kvlb's, whoever added them.
+    pub(super) fn marked(&mut self) -> Result<Vec<IpAddr>, Error> {
+        self.netlink.marked().map_err(Error::Netlink)
+    }
+
     /// None is ours any more.
     pub(super) fn forget(&mut self) {
         self.held.clear();
@@ -74,6 +81,11 @@ impl Routes {
     /// Whether kvlb adds, or has added, the route of `addr`.
     pub(super) fn is_ours(&self, addr: IpAddr) -> bool {
         matches!(self.held.get(&addr), Some(Hold::Claimed | Hold::Ours))
+    }
+
+    /// Whether `addr` is local without kvlb, as far as it has been looked at.
+    pub(super) fn is_others(&self, addr: IpAddr) -> bool {
+        self.held.get(&addr) == Some(&Hold::Foreign)
     }
 
     /// Forgets all addresses but `addrs`, and removes what was added for the others, also by a dead predecessor.
@@ -195,6 +207,37 @@ impl Netlink {
         self.ask(RouteNetlinkMessage::NewRoute(local_route(addr)), flags).map(drop)
     }
 
+    /// The addresses of all local routes that bear our number.
+    fn marked(&mut self) -> io::Result<Vec<IpAddr>> {
+        let mut marked = Vec::new();
+        for any in [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)] {
+            let mut question = host_route(any);
+            question.header.destination_prefix_length = 0;
+            question.attributes.clear();
+            self.tell(RouteNetlinkMessage::GetRoute(question), NLM_F_REQUEST | NLM_F_DUMP)?;
+            while self.next_part(&mut marked)? {}
+        }
+        Ok(marked)
+    }
+
+    /// Reads one part of a list of routes; false where it was the last one. The kernel makes the next while it gives one.
+    fn next_part(&mut self, marked: &mut Vec<IpAddr>) -> io::Result<bool> {
+        let (bytes, _) = self.socket.recv_from_full()?;
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
+            match message.payload {
+                NetlinkPayload::Done(_) => return Ok(false),
+                NetlinkPayload::Error(error) if error.code.is_some() => return Err(error.to_io()),
+                NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewRoute(route)) => marked.extend(ours(&route)),
+                _ => {}
+            }
+            let length = usize::try_from(message.header.length).unwrap_or(rest.len()).next_multiple_of(4);
+            rest = rest.get(length..).unwrap_or_default();
+        }
+        Ok(true)
+    }
+
     /// Removes our route of `addr`; that it is gone already is fine.
     fn remove(&mut self, addr: IpAddr) -> io::Result<()> {
         match self.ask(RouteNetlinkMessage::DelRoute(local_route(addr)), NLM_F_REQUEST | NLM_F_ACK) {
@@ -203,8 +246,8 @@ impl Netlink {
         }
     }
 
-    /// Sends one message; returns the route that comes back, or nothing when the kernel just agrees.
-    fn ask(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Option<RouteMessage>> {
+    /// Sends one message.
+    fn tell(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<()> {
         self.sequence = self.sequence.wrapping_add(1);
         let mut header = NetlinkHeader::default();
         (header.flags, header.sequence_number) = (flags, self.sequence);
@@ -212,7 +255,12 @@ impl Netlink {
         message.finalize();
         let mut bytes = vec![0; message.buffer_len()];
         message.serialize(&mut bytes);
-        self.socket.send(&bytes, 0)?;
+        self.socket.send(&bytes, 0).map(drop)
+    }
+
+    /// Sends one message; returns the route that comes back, or nothing when the kernel just agrees.
+    fn ask(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Option<RouteMessage>> {
+        self.tell(message, flags)?;
         loop {
             let (bytes, _) = self.socket.recv_from_full()?;
             let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(&bytes).map_err(io::Error::other)?;
@@ -227,6 +275,19 @@ impl Netlink {
             };
         }
     }
+}
+
+/// The address of a route that kvlb has added.
+fn ours(route: &RouteMessage) -> Option<IpAddr> {
+    let header = &route.header;
+    if header.kind != RouteType::Local || header.table != TABLE_LOCAL || header.protocol != PROTOCOL {
+        return None;
+    }
+    route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(RouteAddress::Inet(v4)) => Some(IpAddr::V4(*v4)),
+        RouteAttribute::Destination(RouteAddress::Inet6(v6)) => Some(IpAddr::V6(*v6)),
+        _ => None,
+    })
 }
 
 /// `local ADDR dev lo proto K table local scope host`.

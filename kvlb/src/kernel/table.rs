@@ -7,10 +7,10 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 
 use kvlb_common::{
-    ENDPOINTS_MAX, Endpoint, EndpointState, VIP_ALLOWED, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey,
-    addr_bytes,
+    ENDPOINTS_MAX, Endpoint, VIP_ALLOWED, VIP_DRAINING, VIP_RESET, VIP_ROUTE, VIPS_MAX, VipInfo, VipKey, addr_bytes,
 };
 
 use super::error::Outcome;
@@ -62,6 +62,16 @@ impl<'a> Wanted<'a> {
             }
         }
         Ok(Self(wanted))
+    }
+
+    /// Those that the table does not hold.
+    pub(super) fn new_to(&self, table: &Table) -> Vec<SocketAddr> {
+        self.0.keys().filter(|at| !table.vips.contains_key(at)).copied().collect()
+    }
+
+    /// Leaves one out.
+    pub(super) fn leave_out(&mut self, at: SocketAddr) {
+        self.0.remove(&at);
     }
 
     /// The addresses of all VIPs, some more than once.
@@ -176,6 +186,11 @@ impl Table {
     /// The index of each VIP's counters.
     pub(super) fn ids(&self) -> impl Iterator<Item = (SocketAddr, u32)> {
         self.vips.iter().map(|(at, row)| (*at, row.info.id))
+    }
+
+    /// The same of some VIPs.
+    pub(super) fn ids_at(&self, at: RangeInclusive<SocketAddr>) -> impl Iterator<Item = (SocketAddr, u32)> {
+        self.vips.range(at).map(|(at, row)| (*at, row.info.id))
     }
 
     /// Adds the VIP or brings it up to date.
@@ -374,13 +389,13 @@ fn run_key(vip: &Vip) -> RunKey {
 }
 
 fn entry(endpoint: &VipEndpoint) -> Endpoint {
-    let VipEndpoint { addr, port, state, weight } = *endpoint;
+    let VipEndpoint { addr, port, state, weight, may_be_asked: _ } = *endpoint;
     Endpoint { addr: addr_bytes(addr), port, pad: 0, state, weight }
 }
 
 fn healthy(endpoints: &[VipEndpoint]) -> u32 {
-    let up = endpoints.iter().filter(|endpoint| endpoint.state == EndpointState::Up).count();
-    u32::try_from(up).unwrap_or(u32::MAX)
+    let count = endpoints.iter().filter(|endpoint| endpoint.may_be_asked).count();
+    u32::try_from(count).unwrap_or(u32::MAX)
 }
 
 fn flags(vip: &Vip, routed: bool) -> u32 {

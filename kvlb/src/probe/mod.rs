@@ -89,8 +89,8 @@ async fn judge(target: &Target, state: &State, http: &reqwest::Client) {
             sleep(varied(target.monitor.interval)).await;
             continue;
         }
-        if result.is_ok() {
-            target.meters.breaker.reached(clock::now());
+        if result.is_ok() && target.meters.breaker.reached(clock::now()) {
+            state.conditions_changed();
         }
         let cause = result.as_ref().err().map_or_else(String::new, ToString::to_string);
         if let Some(verdict) = streak.add(result.is_ok(), target.meters.probe())

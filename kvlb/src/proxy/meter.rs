@@ -45,6 +45,8 @@ pub enum Refused {
     TooMany,
     /// As many as its rules allow are open.
     RuleFull,
+    /// No endpoint may be asked, and its rules would rather have it reset than answered.
+    NoEndpoint,
 }
 
 impl Refused {
@@ -54,6 +56,7 @@ impl Refused {
             Self::NotAdmitted => "not_admitted",
             Self::TooMany => "too_many",
             Self::RuleFull => "rule_full",
+            Self::NoEndpoint => "no_endpoint",
         }
     }
 }

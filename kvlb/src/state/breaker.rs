@@ -91,6 +91,12 @@ impl Breaker {
         }
     }
 
+    /// When trials begin; `None` where they have, or there are none to begin.
+    pub fn trials_at(&self, now: Instant) -> Option<Instant> {
+        let until = self.until.load(Ordering::Acquire);
+        (self.millis(now) < until).then(|| self.start + Duration::from_millis(until))
+    }
+
     /// Takes one of the places for trials: `None` where all are taken, `Some(false)` where this is not the time for any.
     pub fn admit(&self, now: impl FnOnce() -> Instant) -> Option<bool> {
         let until = self.until.load(Ordering::Acquire);
@@ -168,14 +174,14 @@ impl Breaker {
             .then_some(Change::Closed)
     }
 
-    /// The probe found the endpoint well: connects that failed need no longer be waited out, trials may begin.
-    pub fn reached(&self, now: Instant) {
+    /// The probe found the endpoint well: connects that failed need no longer be waited out, trials may begin. True where
+    /// they begin by this.
+    pub fn reached(&self, now: Instant) -> bool {
         let until = self.until.load(Ordering::Acquire);
-        if until != 0 && self.by_connects.load(Ordering::Relaxed) && self.millis(now) < until {
-            let (at, now) = (&self.until, self.millis(now).max(1));
-            // Where another opening comes in between, that one counts.
-            let _lost = at.compare_exchange(until, now, Ordering::AcqRel, Ordering::Relaxed).is_err();
-        }
+        let waits = until != 0 && self.by_connects.load(Ordering::Relaxed) && self.millis(now) < until;
+        let now = self.millis(now).max(1);
+        // Where another opening comes in between, that one counts.
+        waits && self.until.compare_exchange(until, now, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
     fn millis(&self, at: Instant) -> u64 {
@@ -290,7 +296,10 @@ mod tests {
     fn some_trials_at_a_time_close_it_or_open_it_again() {
         let (breaker, now) = opened(Cause::Answer);
         assert_eq!(breaker.admit(|| now), Some(false), "nothing is tried while it is open");
-        let later = now + RULE.open;
+        let later = breaker.trials_at(now).unwrap();
+        // Milliseconds are what it counts in.
+        assert!(later + Duration::from_millis(2) > now + RULE.open && later <= now + RULE.open);
+        assert_eq!((breaker.trials_at(later), Breaker::new(now).trials_at(now)), (None, None));
         assert_eq!(breaker.word(|| later), Word::HalfOpen);
         assert!((0..3).all(|_| breaker.admit(|| later) == Some(true)));
         assert_eq!((breaker.admit(|| later), breaker.word(|| later)), (None, Word::Open));
@@ -308,10 +317,10 @@ mod tests {
     fn a_good_probe_ends_the_wait_for_connects_but_not_for_answers() {
         let (breaker, now) = opened(Cause::Connect);
         let soon = now + Duration::from_secs(1);
-        breaker.reached(soon);
+        assert!(breaker.reached(soon) && !breaker.reached(soon));
         assert_eq!(breaker.word(|| soon), Word::HalfOpen);
         let (breaker, now) = opened(Cause::Answer);
-        breaker.reached(now + Duration::from_secs(1));
+        assert!(!breaker.reached(now + Duration::from_secs(1)));
         assert_eq!(breaker.word(|| now + Duration::from_secs(1)), Word::Open);
     }
 

@@ -5,6 +5,7 @@
 
 mod admission;
 pub mod breaker;
+mod drops;
 mod expect;
 pub mod index;
 pub mod kv;
@@ -32,6 +33,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 pub use admission::{Admission, Line, NoWait, Permit, Place, Stay, Turn, Verdict, Waiting, Wish};
+pub use drops::{DropSeen, Drops};
 pub use expect::{Expectation, Expectations};
 pub use live::{Backlog, EndpointId, InFlight, ListedModel, Meters};
 pub use pins::Pins;
@@ -104,6 +106,8 @@ pub struct State {
     pub texts: Texts,
     /// How many requests endpoints may have, and who waits.
     pub admission: Arc<Admission>,
+    /// What the kernel dropped of late.
+    pub drops: Drops,
     config: Config,
     table: ArcSwap<Table>,
     publishing: Mutex<()>,
@@ -124,6 +128,7 @@ impl State {
             tokenizers: Tokenizers::default(),
             texts: Texts::new(config.text_bytes, config.index_seed),
             admission: Arc::default(),
+            drops: Drops::default(),
             config,
             table: ArcSwap::default(),
             publishing: Mutex::new(()),

@@ -212,7 +212,7 @@ impl Service {
     }
 
     /// Which endpoints may be asked, by their condition and the rule's.
-    fn may_be_asked(&self) -> impl Fn(&Endpoint) -> bool {
+    pub fn may_be_asked(&self) -> impl Fn(&Endpoint) -> bool {
         // Switched off, what opened before no longer counts either.
         let none = self.rule().breaker.is_none();
         let ignored = [Role::Any, Role::Prefill, Role::Decode].map(|role| none || self.breakers_are_ignored(role));
@@ -222,6 +222,11 @@ impl Service {
             let ignored = ignored[endpoint.spec.role as usize];
             up && (condition.eligible() || ignored && condition.in_service()) && !endpoint.meters.addresses().is_empty()
         }
+    }
+
+    /// Whether any endpoint may be asked.
+    pub fn has_endpoint(&self) -> bool {
+        self.endpoints.iter().any(self.may_be_asked())
     }
 
     /// Positions of the endpoints that this part of a request may be sent to, but for those `tried`.

@@ -241,6 +241,11 @@ families! {
     steered: counters("kvlb_kernel_steered_total", ["vip"]);
     /// Connections that the kernel did not steer although the VIP is ours, by VIP.
     not_steered: counters("kvlb_kernel_not_steered_total", ["vip"]);
+    /// Connections and frames for a VIP that the kernel dropped, by cause: `denied`, `no_endpoint` and `no_listener` by
+    /// steering, `acl`, `rate` and `cut` at the devices of `--xdp-dev`; `chain` there too, for no VIP in particular.
+    drops: counters("kvlb_kernel_drops_total", ["vip", "reason"]);
+    /// Those of them that the kernel told of one by one: some ten a second of each cause and CPU.
+    drop_samples: counters("kvlb_kernel_drop_samples_total", ["reason"]);
 
     /// Frames for a VIP at the devices of `--xdp-dev`, by what became of them: `syn` and `other` passed; `rate` (more than
     /// `synRate`), `acl` (not in `allowedSources`) and `cut` (a fragment that hides TCP's flags) were dropped.

@@ -5,6 +5,7 @@ pub mod dice;
 pub mod http;
 pub mod kvlb;
 pub mod netns;
+pub mod skips;
 pub mod stage;
 pub mod upstream;
 

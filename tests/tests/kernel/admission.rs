@@ -10,12 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvlb::kernel::{AdmissionMode, Config, Error, FrameStats, Kernel, Phase, SynLimit, Vip, VipStats};
-use socket2::{Domain, Socket, Type};
+use kvlb::kernel::{
+    AdmissionMode, Config, DropReason, Dropped, Error, FrameStats, Kernel, Phase, SynLimit, Vip, VipStats,
+};
+use socket2::{Domain, SockRef, Socket, Type};
 
 use crate::frames::{self, ACK, FIN, IPV4, IPV6, RST, SYN, Sender, TCP, ethernet, padding, segment, tcp, v4, v6};
 use crate::lab::{self, Inside, Lab};
-use crate::{NONE, VIP, assert_refused, at, listen, vip};
+use crate::{NONE, VIP, assert_refused, at, listen, reuseport_listener, vip};
 
 const XDP_DROP: u64 = 1;
 const XDP_PASS: u64 = 2;
@@ -253,13 +255,13 @@ fn cpus_that_race_for_a_bucket_never_give_a_token_twice() {
 
 /// Answers every connection with one byte, until it is told to end.
 fn serve(listener: TcpListener, stop: Arc<AtomicBool>) -> thread::JoinHandle<()> {
-    listener.set_nonblocking(true).unwrap();
+    // Linux keeps to it in accept, too (man 7 socket).
+    SockRef::from(&listener).set_read_timeout(Some(Duration::from_millis(20))).unwrap();
     thread::spawn(move || {
         while !stop.load(Ordering::Relaxed) {
-            match listener.accept() {
-                // Who has left meanwhile is not answered.
-                Ok((mut stream, _)) => drop(stream.write_all(b"!")),
-                Err(_) => thread::sleep(Duration::from_millis(1)),
+            // Who has left meanwhile is not answered.
+            if let Ok((mut stream, _)) = listener.accept() {
+                drop(stream.write_all(b"!"));
             }
         }
     })
@@ -281,30 +283,42 @@ fn answered(from: &str, to: SocketAddr) -> bool {
     ask().is_ok_and(|byte| byte == b'!')
 }
 
-/// A flood of SYNs from one client beside others that behave, at a device whose driver takes the program or not.
+/// Who sends a flood, and hears no answer: nobody's address, so that no RST makes room for the next SYN.
+const FLOODER: &str = "10.77.0.9";
+/// SYNs a second of a flood.
+const PER_SECOND: u64 = 200_000;
+
+/// A flood of SYNs from one client beside others that behave, at a device whose driver takes the program or not; `None`: no
+/// device has admission. How long each of the others' connections took, until it was answered or given up.
 #[expect(clippy::disallowed_methods, reason = "it measures")]
-fn flood(mode: AdmissionMode) {
+fn flood(mode: Option<AdmissionMode>, seconds: u64, cookies: bool) -> Vec<Duration> {
     const RATE: u32 = 100;
     const BURST: u32 = 50;
-    const PER_SECOND: u64 = 200_000;
-    const TOTAL: u64 = 3 * PER_SECOND;
-    let Some(lab) = Lab::new() else { return };
+    let total = seconds * PER_SECOND;
+    let Some(lab) = Lab::new() else { return Vec::new() };
     let client = lab.neighbour("10.77.0.1/24", "10.77.0.2/24");
     client.run(|| lab::sh("ip addr add 10.77.0.3/24 dev wan && ip addr add 10.77.0.4/24 dev wan"));
     client.run(|| lab::sh("ip route add 10.98.0.0/24 via 10.77.0.1"));
-    if mode == AdmissionMode::Generic {
+    if mode == Some(AdmissionMode::Generic) {
         // A device that has no driver of its own takes the program behind it only.
         lab.sh(
             "ip link add bridge type bridge && ip link set lan master bridge && ip addr del 10.77.0.1/24 dev lan && \
                 ip addr add 10.77.0.1/24 dev bridge && ip link set bridge up",
         );
     }
+    // Without cookies, what passes of the flood waits for its answer in a queue: one as long as the proxy's.
+    lab.sh(&format!("sysctl -qw net.ipv4.tcp_syncookies={} net.ipv4.tcp_max_syn_backlog=4096", u8::from(cookies)));
+    let far = client.run(|| lab::mac("wan")).map(|byte| format!("{byte:02x}")).join(":");
+    let near = if mode == Some(AdmissionMode::Generic) { "bridge" } else { "lan" };
+    lab.sh(&format!("ip neigh add {FLOODER} lladdr {far} dev {near}"));
+    let (tell, told) = std::sync::mpsc::channel();
     lab.run(move |lab| {
-        let device = if mode == AdmissionMode::Native { "lan" } else { "bridge" };
-        let mut kernel = load(lab, &[device]).unwrap();
-        assert_eq!(kernel.admission(), [(device.to_owned(), mode)]);
+        let device = if mode == Some(AdmissionMode::Generic) { "bridge" } else { "lan" };
+        let devices = mode.map(|_| device);
+        let mut kernel = load(lab, devices.as_slice()).unwrap();
+        assert_eq!(kernel.admission(), mode.map(|mode| (device.to_owned(), mode)).as_slice());
         let stop = Arc::new(AtomicBool::new(false));
-        let listener = listen("127.0.0.1:0");
+        let listener = reuseport_listener(0);
         kernel.set_listeners(&[listener.as_fd()]).unwrap();
         let server = serve(listener, Arc::clone(&stop));
         let syn = Some(SynLimit { rule: 7, per_sec: RATE, burst: BURST });
@@ -315,9 +329,10 @@ fn flood(mode: AdmissionMode) {
         let target = if device == "lan" { lab::mac("lan") } else { lab::mac("bridge") };
         let start = Instant::now();
         let (sent, lost, others, time) = client.run(move || {
-            let frames: Vec<_> = (0..1000)
+            // More connections than any queue holds.
+            let frames: Vec<_> = (0..40_000)
                 .map(|port| {
-                    let mut frame = frames::true_syn(at(CLIENT, 10_000 + port), at(VIP, 80));
+                    let mut frame = frames::true_syn(at(FLOODER, 10_000 + port), at(VIP, 80));
                     frame[..6].copy_from_slice(&target);
                     frame
                 })
@@ -331,17 +346,17 @@ fn flood(mode: AdmissionMode) {
                     .map(|from| {
                         let running = &running;
                         scope.spawn(move || {
-                            let mut answers = (0, 0);
+                            let mut answers = Vec::new();
                             while running.load(Ordering::Relaxed) {
-                                answers.0 += 1;
-                                answers.1 += u32::from(answered(from, at(VIP, 81)));
+                                let asked = Instant::now();
+                                answers.push((answered(from, at(VIP, 81)), asked.elapsed()));
                                 thread::sleep(Duration::from_millis(20));
                             }
                             answers
                         })
                     })
                     .collect();
-                let sent = sender.flood(&frames, PER_SECOND, TOTAL);
+                let sent = sender.flood(&frames, PER_SECOND, total);
                 running.store(false, Ordering::Relaxed);
                 (sent, asking.into_iter().map(|asking| asking.join().unwrap()).collect::<Vec<_>>())
             });
@@ -350,38 +365,68 @@ fn flood(mode: AdmissionMode) {
         // The last frames may still be on their way.
         let mut stats = kernel.stats().unwrap()[0].1;
         for _ in 0..100 {
-            if stats.syn_passed + stats.syn_over_rate == sent - lost {
+            if mode.is_none() || stats.syn_passed + stats.syn_over_rate == sent {
                 break;
             }
             thread::sleep(Duration::from_millis(10));
             stats = kernel.stats().unwrap()[0].1;
         }
+        let others: Vec<_> = others.into_iter().flatten().collect();
+        let answers = others.iter().filter(|(answered, _)| *answered).count();
         lab::tell(&format!(
-            "{mode:?}: {sent} sent in {time:?}, {lost} lost before the device, {stats:?}, others {others:?}"
+            "{mode:?}: {sent} sent in {time:?}, {lost} lost before the device, {stats:?}, others {answers} of {}",
+            others.len()
         ));
-        assert_eq!(sent, TOTAL, "this machine is too busy for a flood");
-        let budget = u64::from(BURST) + u64::try_from(time.as_millis()).unwrap() * u64::from(RATE) / 1000 + 1;
-        assert!(stats.syn_passed <= budget, "{} passed of {budget}", stats.syn_passed);
-        assert!(stats.syn_passed >= u64::from(BURST), "{stats:?}");
-        assert_eq!(stats.syn_over_rate, sent - lost - stats.syn_passed, "{sent} sent, {lost} lost, {stats:?}");
-        assert_eq!((stats.syn_denied, stats.cut), (0, 0));
-        for (asked, got) in others {
-            assert!(asked >= 10 && got == asked, "{got} of {asked} were answered");
+        // As many as this machine sends: what passes depends on the time only, and no count on either.
+        assert!(sent >= total / 10, "this machine is too busy for a flood: {sent}");
+        if mode.is_some() {
+            let budget = u64::from(BURST) + u64::try_from(time.as_millis()).unwrap() * u64::from(RATE) / 1000 + 1;
+            assert!(stats.syn_passed <= budget, "{} passed of {budget}", stats.syn_passed);
+            assert!(stats.syn_passed >= u64::from(BURST), "{stats:?}");
+            // A frame that the cable drops is not sent in most cases, and its sender told so.
+            let counted = stats.syn_over_rate + stats.syn_passed;
+            assert!(counted == sent || counted == sent - lost, "{sent} sent, {lost} lost, {stats:?}");
+            assert_eq!((stats.syn_denied, stats.cut), (0, 0));
+            assert!(others.len() >= 20 && answers == others.len(), "{answers} of {} were answered", others.len());
         }
+        tell.send(others.into_iter().map(|(_, took)| took).collect()).unwrap();
         kernel.shutdown().unwrap();
         stop.store(true, Ordering::Relaxed);
         server.join().unwrap();
     });
+    told.recv().unwrap()
+}
+
+/// Not a test of its own: what others wait while one source floods, with admission and without, in the same run, for
+/// `docs/kernel.md` (`--ignored --nocapture`).
+#[test]
+#[ignore = "it measures, and promises nothing"]
+fn what_others_wait_in_a_flood() {
+    for cookies in [true, false] {
+        let p99 = |mode| {
+            let mut took = flood(mode, 10, cookies);
+            took.sort();
+            let at = |percent: usize| took.get(took.len() * percent / 100).copied().unwrap_or_default();
+            lab::tell(&format!("{mode:?}: {} connections, p50 {:?}, p99 {:?}", took.len(), at(50), at(99)));
+            at(99).as_secs_f64()
+        };
+        let modes = [None, Some(AdmissionMode::Native), Some(AdmissionMode::Generic)];
+        let [off, native, generic] = modes.map(p99);
+        let (native, generic) = (off / native, off / generic);
+        lab::tell(&format!(
+            "SYN cookies {cookies}: p99 without admission is {native:.1} times that of native, {generic:.1} of generic"
+        ));
+    }
 }
 
 #[test]
 fn a_flood_from_one_source_takes_its_tokens_and_nobody_elses_in_the_driver() {
-    flood(AdmissionMode::Native);
+    flood(Some(AdmissionMode::Native), 3, true);
 }
 
 #[test]
 fn a_flood_from_one_source_takes_its_tokens_and_nobody_elses_behind_the_driver() {
-    flood(AdmissionMode::Generic);
+    flood(Some(AdmissionMode::Generic), 3, true);
 }
 
 #[test]
@@ -478,6 +523,57 @@ fn the_privileges_for_steering_are_enough_for_admission() {
     });
 }
 
+#[test]
+fn who_sent_too_much_before_a_crash_has_no_new_burst_after_it_unless_the_maps_are_anothers() {
+    let Some(lab) = Lab::new() else { return };
+    let _client = lab.neighbour("10.77.0.1/24", "10.77.0.2/24");
+    lab.run(|lab| {
+        let syn = segment(at(CLIENT, 40_000), at(VIP, 80), SYN);
+        let limited = Vip { syn: Some(SynLimit { rule: 7, per_sec: 1, burst: 1000 }), ..vip(VIP, 80, &[]) };
+        // What passes of 2000 SYNs, by the program of a kvlb that is killed then.
+        let crash = || {
+            let this = Command::new(lab::this_program());
+            let mut child = lab::Child::start(this, "admission::child_that_limits", &lab.pins);
+            let program: u32 = child.wait_for("limiting ").parse().unwrap();
+            lab::xdp_run(program, &syn, 2000);
+            child.kill();
+            assert!(!lab::is_loaded(program));
+        };
+        crash();
+        let mut kernel = load(lab, &["lan"]).unwrap();
+        kernel.sync(std::slice::from_ref(&limited)).unwrap();
+        lab::xdp_run(kernel.admission_id().unwrap(), &syn, 100);
+        let stats = counters(&kernel).0;
+        assert!(stats.syn_passed < 50 && stats.syn_passed + stats.syn_over_rate == 100, "{stats:?}");
+        kernel.shutdown().unwrap();
+        // After a stop nothing is left, and a map of another object is not used.
+        crash();
+        lab::sh(&format!(
+            "bpftool map update pinned {} key 0 0 0 0 value 1 2 3 4 5 6 7 8",
+            lab.pins.join("STAMP").display()
+        ));
+        let mut kernel = load(lab, &["lan"]).unwrap();
+        kernel.sync(&[limited]).unwrap();
+        lab::xdp_run(kernel.admission_id().unwrap(), &syn, 100);
+        assert_eq!(counters(&kernel).0.syn_passed, 100);
+        assert_ne!(lab::dump(&lab.pins.join("STAMP"))[0]["value"]["object"], 0x0807_0605_0403_0201_u64);
+        kernel.shutdown().unwrap();
+        assert!(!lab.pins.exists());
+    });
+}
+
+/// As a child process of other tests: limits a source, and waits to be killed.
+#[test]
+fn child_that_limits() {
+    let Some(pin_dir) = lab::pin_dir_from_parent() else { return };
+    let mut kernel = Kernel::load(&Config { pin_dir, xdp_devices: vec!["lan".to_owned()] }).unwrap();
+    kernel.sync(&[Vip { syn: Some(SynLimit { rule: 7, per_sec: 1, burst: 1000 }), ..vip(VIP, 80, &[]) }]).unwrap();
+    lab::tell(&format!("limiting {}", kernel.admission_id().unwrap()));
+    loop {
+        thread::park();
+    }
+}
+
 /// As a child process of other tests: judges frames, and waits to be killed.
 #[test]
 fn child_that_admits() {
@@ -567,6 +663,59 @@ fn the_maps_show_networks_buckets_and_counters_by_name() {
         assert_eq!(frames[0]["values"][0]["value"]["chains"], 0, "{frames:?}");
         let network = &lab::dump(&lab.pins.join("ACL4"))[0];
         assert!(network["value"] == 7 && network["key"]["data"]["list"] == shown["value"]["allowed"], "{network}");
+    });
+}
+
+#[test]
+fn the_programs_tell_of_drops_with_who_and_why_and_how_many_there_were() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let mut kernel = load(lab, &["lo"]).unwrap();
+        let mut all = vips();
+        all.push(Vip { syn: Some(SynLimit { rule: 9, per_sec: 1, burst: 1 }), ..vip(VIP, 84, &[]) });
+        kernel.sync(&all).unwrap();
+        let mut drops = kernel.take_drops().unwrap();
+        let program = kernel.admission_id().unwrap();
+        let (c6, a6): (IpAddr, IpAddr) = (CLIENT6.parse().unwrap(), VIP6.parse().unwrap());
+        let chain = v6(c6, a6, &vec![padding(); 9], TCP, &tcp(40_000, 80, SYN));
+        let cut = v4(CLIENT.parse().unwrap(), VIP.parse().unwrap(), 0, 0x2000, TCP, &tcp(40_001, 80, SYN)[..8]);
+        let syn = |from: &str, to| segment(at(from, 40_000), at(if from.contains(':') { VIP6 } else { VIP }, to), SYN);
+        let rule = Some(7);
+        let cases = [
+            (syn("10.78.0.2", 81), DropReason::Acl, Some((at("10.78.0.2", 40_000), at(VIP, 81))), rule),
+            (syn(CLIENT, 84), DropReason::Rate, Some((at(CLIENT, 40_000), at(VIP, 84))), rule),
+            (ethernet(&[], IPV4, &cut), DropReason::Cut, Some((at(CLIENT, 40_001), at(VIP, 80))), rule),
+            (ethernet(&[], IPV6, &chain), DropReason::Chain, None, None),
+        ];
+        lab::xdp_run(program, &cases[1].0, 1);
+        for (frame, reason, between, rule) in cases {
+            lab::xdp_run(program, &frame, 1);
+            let told = Dropped { reason, between, rule, count: 1 };
+            assert_eq!((drops.take(), drops.take()), (Some(told), None), "{reason:?}");
+        }
+        // Of what follows at once nobody is told, until a tenth of a second later. Wherever the frames are run, each is in
+        // one count.
+        let six = syn("fd77:0:0:1::2", 81);
+        let (mut told, mut events, many) = (0, 0, 20_000);
+        for _ in 0..5 {
+            lab::xdp_run(program, &six, many);
+        }
+        let cpus = thread::available_parallelism().unwrap().get();
+        for _ in 0..50 * cpus {
+            thread::sleep(Duration::from_millis(110 / 10));
+            lab::xdp_run(program, &six, 1);
+            while let Some(dropped) = drops.take() {
+                assert_eq!(
+                    (dropped.reason, dropped.between.unwrap().0),
+                    (DropReason::Acl, at("fd77:0:0:1::2", 40_000))
+                );
+                (told, events) = (told + u64::from(dropped.count), events + 1);
+            }
+        }
+        let counted = kernel.stats().unwrap().iter().map(|(_, stats)| stats.syn_denied).sum::<u64>();
+        lab::tell(&format!("{counted} drops, {told} in {events} events"));
+        assert!(told <= counted && told >= 5 * many / 2 && events <= 50 * cpus, "{told} of {counted} in {events}");
+        kernel.shutdown().unwrap();
     });
 }
 

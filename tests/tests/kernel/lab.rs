@@ -14,6 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use kvlb::kernel::{Config, Error, Kernel};
+use kvlb_tests::harness::skips;
 use nix::sched::{CloneFlags, unshare};
 use nix::unistd::{Pid, geteuid, gettid};
 use serde_json::Value;
@@ -42,6 +43,7 @@ impl Lab {
             Err(error @ Error::Privileges { .. }) => skip(&error.to_string()),
             other => {
                 other.unwrap();
+                skips::ran();
                 Some(Self { namespace, pins })
             }
         }
@@ -152,6 +154,11 @@ impl Child {
         panic!("the child ended without {mark:?}");
     }
 
+    /// Its process id.
+    pub(crate) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Kills it.
     pub(crate) fn kill(mut self) {
         self.process.kill().unwrap();
@@ -193,11 +200,9 @@ pub(crate) fn tell(line: &str) {
     out.flush().unwrap();
 }
 
-/// Says why a test does not run, past the test harness, which hides what passing tests print.
+/// Says why a test does not run.
 fn skip<T>(reason: &str) -> Option<T> {
-    let test = thread::current();
-    let mut err = io::stderr();
-    writeln!(err, "skipped {}: {reason}", test.name().unwrap_or("a test")).unwrap();
+    skips::skipped(thread::current().name().unwrap_or("a test"), reason);
     None
 }
 

@@ -17,8 +17,11 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvlb::kernel::{Config, EndpointState, Error, Kernel, NoEndpoint, Phase, Vip, VipEndpoint, VipStats};
+use kvlb::kernel::{
+    Cleared, Config, DropReason, EndpointState, Error, Kernel, NoEndpoint, Phase, Vip, VipEndpoint, VipStats,
+};
 use lab::{Child, Lab, TCP, UDP};
+use serde_json::Value;
 
 /// The VIP of most tests, an address of no device.
 const VIP: &str = "10.98.0.1";
@@ -188,9 +191,9 @@ fn without_healthy_endpoints_the_proxy_gets_the_connection_or_the_kernel_resets_
 fn bpftool_prints_endpoints_and_their_state_by_name() {
     let Some(lab) = Lab::new() else { return };
     lab.run(|lab| {
-        use EndpointState::{AdminDown, BreakerOpen, Draining, ProbeDown, Unknown, Up};
+        use EndpointState::{AdminDown, BreakerOpen, Draining, HalfOpen, ProbeDown, Unknown, Up};
         let mut kernel = lab.load();
-        for state in [ProbeDown, AdminDown, BreakerOpen, Draining, Unknown] {
+        for state in [ProbeDown, AdminDown, BreakerOpen, Draining, HalfOpen, Unknown] {
             kernel.sync(&[vip(VIP, 8080, &[endpoint(1, Up), endpoint(2, state)])]).unwrap();
             let shown = lab::dump(&lab.pins.join("VIPS"));
             assert_eq!(shown.len(), 1);
@@ -282,7 +285,13 @@ fn every_verdict_is_the_programs_own_under_test_run() {
         kernel.set_listeners(&[listener.as_fd()]).unwrap();
         let reset = Vip { no_endpoint: NoEndpoint::Reset, ..vip(VIP, 81, &[]) };
         let draining = Vip { phase: Phase::Draining, ..vip(VIP, 82, &[]) };
-        kernel.sync(&[vip(VIP, 80, &[]), reset, draining, vip("fd98::1", 80, &[])]).unwrap();
+        let network = |text: &str, bits| (text.parse().unwrap(), bits);
+        let allowed = |addr, networks: &[_]| Vip { allowed: networks.to_vec(), ..vip(addr, 84, &[]) };
+        let (four, six) = ([network("10.77.0.0", 24)], [network("fd77::", 64)]);
+        let reset6 = Vip { no_endpoint: NoEndpoint::Reset, ..vip("fd98::1", 81, &[]) };
+        let mut all = vec![vip(VIP, 80, &[]), reset, draining, allowed(VIP, &four), vip("fd98::1", 80, &[]), reset6];
+        all.extend([allowed("fd98::1", &six), allowed("10.98.0.3", &six), allowed("fd98::3", &four)]);
+        kernel.sync(&all).unwrap();
         let program = kernel.program_id().unwrap();
         let cases = [
             (TCP, VIP, 80, SK_PASS),
@@ -291,7 +300,13 @@ fn every_verdict_is_the_programs_own_under_test_run() {
             (TCP, VIP, 83, SK_PASS),
             (UDP, VIP, 81, SK_PASS),
             (TCP, "10.98.0.2", 81, SK_PASS),
+            (TCP, VIP, 84, SK_PASS),
+            (TCP, "10.98.0.3", 84, SK_DROP),
+            // Steered to a listener of IPv4 only, which cannot take it.
             (TCP, "fd98::1", 80, SK_PASS),
+            (TCP, "fd98::1", 81, SK_DROP),
+            (TCP, "fd98::1", 84, SK_PASS),
+            (TCP, "fd98::3", 84, SK_DROP),
         ];
         for (protocol, addr, port, verdict) in cases {
             let got = lab::test_run(program, protocol, at(addr, port));
@@ -299,7 +314,78 @@ fn every_verdict_is_the_programs_own_under_test_run() {
         }
         let counted: Vec<_> = kernel.stats().unwrap().into_iter().map(|(_, stats)| stats).collect();
         let (steered, refused) = (VipStats { steered: 1, ..NONE }, VipStats { refused: 1, ..NONE });
-        assert_eq!(counted, [steered, refused, NONE, VipStats { no_listener: 1, ..NONE }]);
+        let (denied, no_listener) = (VipStats { denied: 1, ..NONE }, VipStats { no_listener: 1, ..NONE });
+        let of_v4 = [steered, refused, NONE, steered, denied];
+        assert_eq!(counted, [&of_v4[..], &[no_listener, refused, no_listener, denied]].concat());
+    });
+}
+
+#[test]
+fn steering_tells_of_those_that_it_refuses() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let mut kernel = lab.load();
+        let reset = |addr, port| Vip { no_endpoint: NoEndpoint::Reset, ..vip(addr, port, &[]) };
+        let closed = Vip { allowed: vec![("10.1.0.0".parse().unwrap(), 16)], ..vip(VIP, 82, &[]) };
+        kernel.sync(&[vip(VIP, 80, &[]), reset(VIP, 81), reset("fd98::1", 81), closed]).unwrap();
+        let mut drops = kernel.take_drops().unwrap();
+        for (addr, port, reason) in [
+            (VIP, 80, DropReason::NoListener),
+            (VIP, 81, DropReason::NoEndpoint),
+            (VIP, 82, DropReason::Denied),
+            ("fd98::1", 81, DropReason::NoEndpoint),
+        ] {
+            // Another of the same reason on the same CPU is told of a tenth of a second later.
+            thread::sleep(Duration::from_millis(120));
+            let source = at(if addr == VIP { VIP } else { "::1" }, free_port());
+            let socket =
+                socket2::Socket::new(socket2::Domain::for_address(source), socket2::Type::STREAM, None).unwrap();
+            socket.bind(&source.into()).unwrap();
+            let refused = socket.connect(&at(addr, port).into()).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+            let told = drops.take().unwrap();
+            assert_eq!((told.reason, told.between, told.rule), (reason, Some((source, at(addr, port))), Some(7)));
+            assert_eq!((told.count, drops.take()), (1, None));
+        }
+    });
+}
+
+/// A port that nobody has, in a namespace of a test's own.
+fn free_port() -> u16 {
+    static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(20_000);
+    NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+}
+
+#[test]
+fn every_map_that_can_have_types_has_them() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let config = Config { pin_dir: lab.pins.clone(), xdp_devices: vec!["lo".to_owned()] };
+        let kernel = Kernel::load(&config).unwrap();
+        let shown = |what: &str, id: u64| -> Value {
+            serde_json::from_str(&lab::sh(&format!("bpftool --json {what} show id {id}"))).unwrap()
+        };
+        let program = shown("prog", kernel.admission_id().unwrap().into());
+        let mut names = Vec::new();
+        for id in program["map_ids"].as_array().unwrap() {
+            let map = shown("map", id.as_u64().unwrap());
+            let name = map["name"].as_str().unwrap().to_owned();
+            // The kernel takes no types for rings; the log's are aya's own.
+            if name.starts_with("KVLB_") && map["type"] != "ringbuf" {
+                assert!(map["btf_id"].as_u64() > Some(0), "{map}");
+                names.push(name);
+            }
+        }
+        names.sort();
+        assert_eq!(
+            names,
+            ["KVLB_ACL4", "KVLB_ACL6", "KVLB_FRAMES", "KVLB_SAMPLED", "KVLB_STATS", "KVLB_SYN", "KVLB_VIPS"]
+        );
+        let sampled = lab::sh("bpftool map dump name KVLB_SAMPLED");
+        for field in ["\"next_ns\": 0", "\"untold\": 0", "\"pad\": 0"] {
+            assert!(sampled.contains(field), "{sampled}");
+        }
+        kernel.shutdown().unwrap();
     });
 }
 
@@ -394,6 +480,32 @@ fn a_start_that_serves_nothing_removes_a_dead_predecessors_routes_when_it_stops(
         lab::kill_holder(&lab.pins);
         assert_ne!(lab::local_table(), before);
         lab.load().shutdown().unwrap();
+        assert_eq!(lab::local_table(), before);
+    });
+}
+
+#[test]
+fn what_a_crash_left_is_removed_without_a_start_and_a_running_one_is_named() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(|lab| {
+        let before = lab::local_table();
+        assert_eq!(kvlb::kernel::clear(&lab.pins, false).unwrap(), Cleared::default());
+        assert!(!lab.pins.exists());
+        let mut child = Child::start(Command::new(lab::this_program()), "child_that_holds", &lab.pins);
+        child.wait_for("holding ");
+        assert_eq!(kvlb::kernel::holders(&lab.pins), [child.id()]);
+        assert!(matches!(kvlb::kernel::clear(&lab.pins, true), Err(Error::InUse { .. })));
+        child.kill();
+        assert_eq!(kvlb::kernel::holders(&lab.pins), [0; 0]);
+        // One more, whose pins are lost, and one of IPv6.
+        lab::sh("ip route add local 10.98.0.9 dev lo proto 75 && ip -6 route add local fd98::9 dev lo proto 75");
+        let cleared = kvlb::kernel::clear(&lab.pins, false).unwrap();
+        let addrs = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpAddr>>();
+        assert_eq!(cleared.routes, addrs(&[VIP, "10.98.0.2"]));
+        assert_eq!((cleared.pins.len(), cleared.others), (8, addrs(&["10.98.0.9", "fd98::9"])));
+        assert!(!lab.pins.exists());
+        let cleared = kvlb::kernel::clear(&lab.pins, true).unwrap();
+        assert_eq!((cleared.routes, cleared.others), (addrs(&["10.98.0.9", "fd98::9"]), Vec::new()));
         assert_eq!(lab::local_table(), before);
     });
 }
@@ -494,7 +606,13 @@ fn at(addr: &str, port: u16) -> SocketAddr {
 }
 
 fn endpoint(last: u8, state: EndpointState) -> VipEndpoint {
-    VipEndpoint { addr: [10, 0, 0, last].into(), port: 8000, state, weight: 1 }
+    VipEndpoint {
+        addr: [10, 0, 0, last].into(),
+        port: 8000,
+        state,
+        weight: 1,
+        may_be_asked: state == EndpointState::Up,
+    }
 }
 
 fn vip(addr: &str, port: u16, endpoints: &[VipEndpoint]) -> Vip {

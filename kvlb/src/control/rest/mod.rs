@@ -35,7 +35,7 @@ use tokio::sync::watch;
 
 pub use guard::{Guard, Role, Tokens};
 
-use super::{Live, Problem, Store};
+use super::{Live, Problem, Store, live};
 use crate::tls;
 
 /// A rule with as many endpoints and sources as it may have is far below.
@@ -188,6 +188,7 @@ fn paths() -> Paths {
         // Asks the rule's engines, and changes nothing.
         .read("/config/ai/kv/preflight", kv::preflight)
         .explain("/config/ai/kv/explain")
+        .read("/config/drops", drops)
         .read("/config/metrics", || async { Json(json!({"prometheus": true})) })
         .read("/version", version)
         .read("/status", status)
@@ -261,6 +262,12 @@ async fn metrics(State(api): Shared) -> Result<Response, Problem> {
     .await?;
     // The type of Prometheus' text format 0.0.4.
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response())
+}
+
+/// What the kernel drops.
+async fn drops(State(api): Shared) -> Result<Json<live::DropsView>, Problem> {
+    let live = Arc::clone(&api.live);
+    off_thread(move || Json(live.drops())).await
 }
 
 async fn status(State(api): Shared) -> Json<Value> {

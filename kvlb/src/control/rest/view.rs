@@ -31,6 +31,10 @@ fn rule(entry: &Entry, live: &dyn Live) -> Value {
             if let (Some(admission), Some(service)) = (live.admission(rule.id), shown.get_mut("serviceArguments")) {
                 service["fc_effective"] = json!(admission);
             }
+            let vips = live.vips(rule.id);
+            if !vips.is_empty() {
+                shown.insert("vips".to_owned(), json!(vips));
+            }
             let mut notes: Vec<String> = wire::notes(rule).into_iter().map(Into::into).collect();
             if entry.volatile {
                 notes.push("made of --listen and --endpoint: not kept over restarts, unless it is posted".to_owned());

@@ -143,7 +143,7 @@ fn every_served_field_has_its_effect() {
             "kvZmqPort": 6000, "kvWarmupSec": 0, "kvEngineType": "vllm", "kvDpRankCount": 2, "kvReplayPort": 6100,
             "kvScore": "count", "kvKeying": "rehash", "decisionHeaders": true,
             "kvTierWeights": {"cpu": 0.5}, "kvObserve": true,
-            "synRate": 20, "synBurst": 30,
+            "synRate": 20, "synBurst": 30, "noEndpoint": "reset",
             "maxInspectBytes": 1024, "forwardedHeaders": false, "clientHalfClose": "allow"}),
         json!({"allowedSources": [{"prefix": "10.0.0.1/8"}, {"prefix": "::1"}],
             "endpoints": [{"endpointIP": "engine-0.local", "targetPort": 1, "weight": 200},
@@ -178,6 +178,7 @@ fn every_served_field_has_its_effect() {
     assert!(rule.decision_headers && rule.client_half_close);
     assert_eq!(rule.allowed_sources.len(), 2);
     assert_eq!(rule.syn, Some(crate::fleet::SynRule { per_sec: 20, burst: 30 }));
+    assert_eq!(rule.no_endpoint, crate::fleet::NoEndpoint::Reset);
     let weights: Vec<_> = rule.endpoints.iter().map(|e| (e.key.to_string(), e.weight, e.admin_down)).collect();
     assert_eq!(
         weights,
@@ -465,6 +466,8 @@ fn bad_probes_and_limits_are_refused_by_name() {
         (service(json!({"inactiveTimeOut": 86401})), "out_of_range", "0 to 86400"),
         (service(json!({"inactiveTimeOut": 60, "timeoutMemberData": 60})), "contradiction", "different times"),
         (service(json!({"clientHalfClose": "yes"})), "bad_value", "leave or allow"),
+        (service(json!({"noEndpoint": "drop"})), "bad_value", "503 or reset"),
+        (service(json!({"noEndpoint": 503})), "wrong_type", "noEndpoint"),
         (service(json!({"maxInspectBytes": 2_000_000_000})), "out_of_range", "maxInspectBytes"),
     ]);
 }

@@ -99,6 +99,7 @@ pub(crate) const BODY: &[Field] = &[
         Part::ReadOnly,
         "the numbers by which overlap is weighed against load, the process's included",
     ),
+    field("vips", Any, Part::ReadOnly, "what became of connections to its VIPs in the kernel"),
     field("notes", Any, Part::ReadOnly, "what an operator should know of the rule"),
     field("refused", Any, Part::ReadOnly, "why a kept rule is not in force"),
 ];
@@ -266,7 +267,11 @@ pub(crate) const SERVICE: &[Field] = &[
         "answers in a row of 500 and above (not 501, 503), or none at all, that open it, or as many in a row that break off midway (those that do so together count once); 0: none; 3 unless said",
     ),
     served("cb_open_sec", Whole(1, 86_400), "seconds without traffic before three requests try; 30 unless said"),
-    not_yet("noEndpoint", Text, "the answer is 503"),
+    served(
+        "noEndpoint",
+        Text,
+        "while no endpoint may be asked: 503 (default), the proxy's answer, or reset: new connections are refused, by the kernel where it steers",
+    ),
     not_yet("vipRouted", Bool, "kvlb routes the VIP itself"),
     not_yet("security", Whole(0, i64::MAX), TLS),
     neutral(refused("backend_protocol", Text, "endpoints are spoken to in HTTP/1.1"), "\"http1\""),

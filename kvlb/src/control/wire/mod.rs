@@ -93,6 +93,8 @@ pub(crate) struct ServiceArguments {
     pub(crate) syn_rate: Option<u32>,
     #[serde(rename = "synBurst")]
     pub(crate) syn_burst: Option<u32>,
+    #[serde(rename = "noEndpoint")]
+    pub(crate) no_endpoint: Option<String>,
     #[serde(rename = "forwardedHeaders")]
     pub(crate) forwarded_headers: Option<bool>,
     #[serde(rename = "clientHalfClose")]

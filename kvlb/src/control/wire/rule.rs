@@ -11,8 +11,8 @@ use super::{
 };
 use crate::control::Problem;
 use crate::fleet::{
-    AdmissionMode, AdmissionRule, BreakerRule, HandoffKind, Limits, Mode, PortRange, Rule, RuleId, RuleKey, Selector,
-    SplitRule, SynRule,
+    AdmissionMode, AdmissionRule, BreakerRule, HandoffKind, Limits, Mode, NoEndpoint, PortRange, Rule, RuleId, RuleKey,
+    Selector, SplitRule, SynRule,
 };
 
 /// LoxiLB's number of the full proxy.
@@ -47,6 +47,7 @@ impl TryFrom<(RuleId, &Body)> for Rule {
             pinning: pinning::pinning(&args.pinning, selector)?,
             allowed_sources: sources(&body.sources)?,
             syn: syn(args)?,
+            no_endpoint: no_endpoint(args)?,
             decision_headers: args.decision_headers.unwrap_or(false),
             max_inspect_bytes: args.max_inspect_bytes.unwrap_or(MAX_INSPECT_BYTES) as usize,
             connections_max: args.connections_max.filter(|max| *max != 0),
@@ -356,6 +357,18 @@ fn split(args: &SplitArguments) -> Result<SplitRule, Problem> {
         bypass: args.bypass_tokens.filter(|tokens| *tokens != 0),
         bootstrap_port: args.bootstrap_port.filter(|port| *port != 0).unwrap_or(default.bootstrap_port),
     })
+}
+
+fn no_endpoint(args: &ServiceArguments) -> Result<NoEndpoint, Problem> {
+    match args.no_endpoint.as_deref() {
+        None | Some("" | "503") => Ok(NoEndpoint::Proxy),
+        Some("reset") => Ok(NoEndpoint::Reset),
+        Some(other) => Err(Problem::BadValue {
+            field: "noEndpoint".to_owned(),
+            value: format!("{:?}", shown(other)),
+            expected: "use 503 or reset".to_owned(),
+        }),
+    }
 }
 
 fn client_half_close(args: &ServiceArguments) -> Result<bool, Problem> {

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::kernel::SynLimit;
+use crate::kernel::{EndpointState, SynLimit};
 
 /// Maps in memory that refuse what would show a reader something half done.
 #[derive(Debug, Default)]
@@ -99,7 +99,13 @@ impl Sink for Fake {
 }
 
 fn endpoint(last: u8, state: EndpointState) -> VipEndpoint {
-    VipEndpoint { addr: [10, 0, 0, last].into(), port: 8000, state, weight: 1 }
+    VipEndpoint {
+        addr: [10, 0, 0, last].into(),
+        port: 8000,
+        state,
+        weight: 1,
+        may_be_asked: state == EndpointState::Up,
+    }
 }
 
 fn vip(at: &str, rule: u32, endpoints: &[VipEndpoint]) -> Vip {

@@ -192,11 +192,6 @@ impl Errand {
         self.legs().is_some_and(|legs| legs.done.is_some())
     }
 
-    /// Whether a decode endpoint serves it alone.
-    pub(super) fn is_bypassing(&self) -> bool {
-        self.legs().is_some_and(|legs| legs.bypass.is_some())
-    }
-
     pub(super) fn make_plan(&mut self, body: &[u8]) -> Plan {
         let named = self.legs().and_then(|_| self.named.as_ref().ok());
         let bypass = named.and_then(|named| bypass(&self.service, named, &self.caller));
@@ -210,6 +205,7 @@ impl Errand {
             }
             Way::Legs(legs) if bypass.is_some() => {
                 (legs.now, legs.bypass) = (Part::Decode, bypass);
+                self.pinning.bypasses();
                 let service = rule.id.0.to_string();
                 self.state.metrics.pd_whole.with_label_values(&[service.as_str(), "bypass"]).inc();
                 if legs.plain.is_empty() { Plan::AsItIs } else { Plan::Edited(legs.plain.apply(body, b"")) }
@@ -333,8 +329,8 @@ impl Errand {
         self.judge(position, 200);
         if let Some(endpoint) = self.service.endpoints.get(position) {
             endpoint.meters.breaker.completed();
-            self.pinning.prefilled(endpoint.meters.id);
         }
+        self.pinning.prefilled(&self.service, &self.caller, position);
         let decision = self.decision.clone().unwrap_or_default();
         self.settle();
         self.earlier.clear();
@@ -367,6 +363,7 @@ impl Errand {
 
     pub(super) fn begin_anew(&mut self) {
         self.gate = None;
+        self.pinning.begun_anew();
         if let Some(legs) = self.legs_mut() {
             (legs.now, legs.done, legs.receipt) = (Part::Prompt, None, Receipt::default());
             legs.is_release = false;

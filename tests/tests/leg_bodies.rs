@@ -323,6 +323,8 @@ async fn a_prefill_answer_is_understood_in_every_form_of_http() {
         ("100 first", raw(format!("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n{sized}"))),
         ("spaced", ok(&format!(" \n\t{} \n", body.replace("\"kv_transfer_params\":", "\"kv_transfer_params\" :\n ")))),
         ("escaped", ok(&body.replace("kv_transfer_params", "kv_tr\\u0061nsfer_params"))),
+        ("behind a mark", ok(&format!("\u{feff}{body}"))),
+        ("beside what is no JSON", ok(&body.replace("\"id\":\"a\"", r#""m":NaN,"usage":[-Infinity]"#))),
         ("beside another", ok(&body.replace("\"id\":\"a\"", r#""choices":[{"kv_transfer_params":{"evil":1}}]"#))),
         ("with trailers", {
             let mut acts = chunks("application/json", &[body.as_bytes()]);

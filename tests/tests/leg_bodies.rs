@@ -42,6 +42,8 @@ async fn members_that_stand_twice_or_are_written_oddly_are_found() {
         r#"{"kv_transfer_params":{"a":"evil"},"prompt":"x"}"#,
         r#"{"prompt":"x","kv_transfer_params":"evil","max_completion_tokens":9,"max_completion_tokens":5}"#,
         r#"{"prompt":"x","bootstrap_room":"evil","bootstrap_port":"evil","boot\u0073trap_host":"evil","disaggregated_params":"evil"}"#,
+        r#"{"prompt":"x","bootstrap_pair_key":"evil","ec_transfer_param\u0073":{"a":"evil"},"disagg_prefill_dp_rank":"evil"}"#,
+        r#"{"prompt":"x","vllm_xargs":{"kv_transfer_params":"evil"},"extra_args":{"ec_transfer_params":{"a":"evil"}}}"#,
         r#"{"prompt":"x","stream_options":{"include_usage":true},"stream_options":null}"#,
         r#"{"disaggregated_params":{"a":"evil"},"disaggregated_params":["evil"]}"#,
     ] {
@@ -143,6 +145,16 @@ async fn nothing_aims_an_engine_elsewhere_whatever_the_body_looks_like() {
         )
         .await
         .unwrap();
+        // Where an engine would find it beside others of its arguments.
+        for deep in [
+            format!(r#"{{"token_ids":[1],"sampling_params":{{"max_tokens":3,"extra_args":{{{evil}}}}}}}"#),
+            format!(r#"{{"sampling_params":{{"extra_args":{{"a":1}},"extra_arg\u0073":{{"b":[],{evil}}}}}}}"#),
+            format!(r#"{{"prompt":"x","n":2,"extra_args":{{{evil}}},"vllm_xargs":{{{evil}}}}}"#),
+            format!(r#"{{"sampling_params":{{{evil},"vllm_xargs":{{{evil}}}}}}}"#),
+        ] {
+            let json = [("Content-Type", "application/json")];
+            exchange(fleet.split.vip, "POST", path, &json, deep.as_bytes()).await.unwrap();
+        }
     }
     // As chunks, a member cut in two.
     let mut client = fleet.split.kvlb.connect(fleet.split.vip).await.unwrap();
@@ -176,6 +188,11 @@ async fn what_is_served_alone_keeps_every_other_byte() {
         ("/v1/messages", r#"{"max_tokens":9, "messages":[]}"#, r#"{"max_tokens":9, "messages":[]}"#),
         ("/v1/responses", r#"{"input":"x","max_output_tokens":9}"#, r#"{"input":"x","max_output_tokens":9}"#),
         ("/tokenize", r#"{"prompt":"x" }"#, r#"{"prompt":"x" }"#),
+        (
+            "/inference/v1/generate",
+            r#"{"sampling_params": {"n":1,"extra_args":{"kv_transfer_params":{"a":1} ,"mine":[1e400]}}, "token_ids":[1]}"#,
+            r#"{"sampling_params": {"n":1,"extra_args":{"mine":[1e400]}}, "token_ids":[1]}"#,
+        ),
     ] {
         let answer = fleet.split.post(path, &[("X-Request-Id", "mine")], sent.as_bytes()).await;
         assert_eq!(answer.head.status, 200, "{path}");

@@ -15,9 +15,25 @@ const VLLM: &str = "kv_transfer_params";
 /// Members by which engines are told where blocks come from: a client that sent them would aim an engine at an address of
 /// its own, so none of a client's goes on.
 ///
-/// Source: vLLM 0.32.0 (the first), SGLang 0.5.23 (`bootstrap_*`), TensorRT-LLM 1.2 (the last).
-pub const TRANSFER_MEMBERS: [&str; 5] =
-    [VLLM, "bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"];
+/// Source: vLLM 0.32.0 (the first two), SGLang 0.5.23 (`bootstrap_*` and the rank), TensorRT-LLM 1.2 (the last).
+pub const TRANSFER_MEMBERS: [&str; 8] = [
+    VLLM,
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "disagg_prefill_dp_rank",
+    "disaggregated_params",
+];
+
+/// Members whose members an engine takes for arguments beside its own: those above count in them too, and in each of these within
+/// [`SAMPLING_MEMBER`].
+///
+/// Source: vLLM 0.32.0, which looks for the first in `sampling_params.extra_args` and makes that of `vllm_xargs`.
+pub const ARGUMENT_MEMBERS: [&str; 2] = ["extra_args", "vllm_xargs"];
+/// How to sample, where that is a member of its own.
+pub const SAMPLING_MEMBER: &str = "sampling_params";
 
 /// What becomes of a member of a request's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::{Errand, Failed, asked};
-use crate::contract::handoff::{Change, Handoff, Receipt, TRANSFER_MEMBERS, Transfer};
+use crate::contract::handoff::{
+    ARGUMENT_MEMBERS, Change, Handoff, Receipt, SAMPLING_MEMBER, TRANSFER_MEMBERS, Transfer,
+};
 use crate::control::live;
 use crate::openai::{self, Edit, Members, Patch, Whole};
 use crate::proxy::{Body, HandedOver, LegTerms, Plan, Prefilled, Reply, Request, Standing, Target, Unseen, Usage};
@@ -110,7 +112,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         }
     };
     if let Some(why) = openai::whole(kind, &members) {
-        let patch = members.patch(&TRANSFER_MEMBERS.map(Edit::Remove));
+        let patch = patch(&members, &[]);
         return Ok(Way::Alone(why, (!patch.is_empty()).then(|| patch.apply(body, b""))));
     }
     let handoff = service.rule().split.handoff.handoff();
@@ -120,7 +122,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         handoff,
         prefill: patch(&members, handoff.prefill_changes()),
         decode: patch(&members, handoff.decode_changes()),
-        plain: members.patch(&TRANSFER_MEMBERS.map(Edit::Remove)),
+        plain: patch(&members, &[]),
         release: patch(&members, handoff.prefill_changes()),
         fields: if own { String::new() } else { format!("x-request-id: {id}\r\n") },
         transfer: Transfer { id, ..Transfer::default() },
@@ -158,8 +160,16 @@ fn patch(members: &Members<'_>, changes: &[Change]) -> Patch {
         Change::Remove(key) => Edit::Remove(key),
         Change::Fill(key) => Edit::Fill(key),
     };
+    let untold = TRANSFER_MEMBERS.map(Edit::Remove);
+    let arguments = ARGUMENT_MEMBERS.map(|key| Edit::Within(key, &untold));
+    let sampling = [&untold[..], &arguments].concat();
     // Of two for one member the first counts.
-    let edits: Vec<Edit<'_>> = changes.iter().map(edit).chain(TRANSFER_MEMBERS.map(Edit::Remove)).collect();
+    let edits: Vec<Edit<'_>> = changes
+        .iter()
+        .map(edit)
+        .chain(sampling.iter().copied())
+        .chain([Edit::Within(SAMPLING_MEMBER, &sampling)])
+        .collect();
     members.patch(&edits)
 }
 

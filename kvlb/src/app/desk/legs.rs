@@ -39,7 +39,11 @@ pub(super) struct Legs {
     plain: Patch,
     /// One that is as short as can be.
     release: Patch,
+    /// What nobody else calls a request of theirs.
+    id: String,
     transfer: Transfer,
+    /// Transfers that have begun with it.
+    transfers: u32,
     /// Field lines for both legs.
     fields: String,
     receipt: Receipt,
@@ -125,7 +129,9 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         plain: patch(&members, &[]),
         release: patch(&members, handoff.prefill_changes()),
         fields: if own { String::new() } else { format!("x-request-id: {id}\r\n") },
-        transfer: Transfer { id, ..Transfer::default() },
+        transfer: Transfer::default(),
+        transfers: 0,
+        id,
         receipt: Receipt::default(),
         now: Part::Prompt,
         bypass: None,
@@ -328,7 +334,9 @@ impl Errand {
             .and_then(|position| self.service.endpoints.get(position))
             .and_then(|endpoint| endpoint.meters.bootstrap());
         let Some(legs) = self.legs_mut() else { return body.to_vec() };
-        (legs.transfer.bootstrap, legs.transfer.rank) = (bootstrap, rank);
+        // An engine that gave up a transfer may know it still.
+        legs.transfers += 1;
+        legs.transfer = Transfer { id: format!("{}-{}", legs.id, legs.transfers), bootstrap, rank };
         legs.prefill.apply(body, legs.handoff.prefill(&legs.transfer).as_bytes())
     }
 

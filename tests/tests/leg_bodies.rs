@@ -248,6 +248,29 @@ async fn the_clients_headers_go_with_both_legs_and_framing_with_neither() {
     fleet.split.kvlb.stop().await.unwrap();
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn both_legs_have_one_id_whatever_the_client_says_of_its_own() {
+    let fleet = pair(ok("{}")).await;
+    let mut seen = Vec::new();
+    for (headers, own) in [
+        (vec![], None),
+        (vec![("X-Request-Id", "mine")], Some("mine")),
+        (vec![("X-Request-Id", "")], None),
+        (vec![("Connection", "keep-alive, X-Request-Id"), ("X-Request-Id", "mine")], None),
+        (vec![("X-Request-Id", "mine"), ("Connection", "close"), ("Connection", "x-request-id")], None),
+    ] {
+        assert_eq!(fleet.split.post(COMPLETIONS, &headers, br#"{"prompt":"x"}"#).await.head.status, 200, "{headers:?}");
+        let ids = |posts: &Vec<(String, Vec<u8>)>| {
+            let lines = posts[0].0.lines().filter_map(|line| line.strip_prefix("x-request-id:"));
+            lines.map(str::trim).filter(|id| !id.is_empty()).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let legs: Vec<_> = fleet.since(&mut seen).iter().map(ids).collect();
+        assert!(legs[0].len() == 1 && legs[0] == legs[1], "{headers:?}: {legs:?}");
+        assert_eq!(legs[0][0] == "mine", own.is_some(), "{headers:?}: {legs:?}");
+    }
+    fleet.split.kvlb.stop().await.unwrap();
+}
+
 fn usage(answer: &Answer) -> Value {
     let body = answer.body.text();
     let json = body.split("data: ").find(|part| part.contains("\"usage\":{")).unwrap_or(&body).trim().to_owned();

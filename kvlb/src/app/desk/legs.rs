@@ -121,7 +121,7 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
     }
     let handoff = service.rule().split.handoff.handoff();
     let id = ids.next();
-    let own = request.head.fields().text("x-request-id").is_some_and(|id| !id.is_empty());
+    let own = request.head.fields().end_to_end("x-request-id").is_some_and(|id| !id.is_empty());
     Ok(Way::Legs(Box::new(Legs {
         handoff,
         prefill: patch(&members, handoff.prefill_changes()),

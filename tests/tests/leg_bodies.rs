@@ -337,8 +337,12 @@ async fn an_answer_without_the_number_or_in_a_compressed_form_is_passed_on_as_it
         says("200 OK", "Content-Encoding: br\r\nContent-Type: application/json\r\n", coded.as_bytes()),
         coded.to_owned(),
     );
+    // A number that may not be all there is passed on when no more comes.
+    let cut = r#"{"usage":{"prompt_tokens_details":{"cached_tokens":39"#;
+    let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n";
+    let cut = (vec![Act::Read, Act::Send(format!("{head}{cut}").into_bytes())], cut.to_owned());
     let mut fleet = pair(ok("{}")).await;
-    for (decode, body) in answers.into_iter().chain([coded]) {
+    for (decode, body) in answers.into_iter().chain([coded, cut]) {
         fleet = fleet.next(vec![(PREFILL, ok(&prefilled("3"))), (DECODE, decode)], json!({})).await;
         let answer = fleet.split.post(COMPLETIONS, &[], br#"{"prompt":"x"}"#).await;
         assert_eq!((answer.head.status, answer.body.text()), (200, body));

@@ -6,12 +6,12 @@ mod split;
 
 use std::net::IpAddr;
 
-use kvlb_tests::engine::{Engine, EngineConfig, FaultPlan, KvConnector, KvRole, LegFate, LegKind};
+use kvlb_tests::engine::{Death, Engine, EngineConfig, FaultPlan, KvConnector, KvRole, LegFate, LegKind};
 use kvlb_tests::harness::http::Answer;
 use kvlb_tests::harness::{eventually, free_ports, temp_dir, until_some};
 use serde_json::{Value, json};
 
-use split::{DECODE, Fleet, PREFILL, SOON, alone, body, code, prompt, text};
+use split::{COMPLETIONS, DECODE, Fleet, PREFILL, SOON, alone, body, code, prompt, text};
 
 /// Engines with the other connector, each at an address of its own: a rule has one bootstrap port.
 async fn mooncake(roles: &[u8]) -> Fleet {
@@ -59,6 +59,58 @@ async fn mooncake_finds_the_prefill_engine_also_when_it_began_anew() {
     assert_ne!(fleet.engines[0].engine_id(0).unwrap(), before);
     handed_over(&fleet, 2).await;
     fleet.ends_clean().await;
+}
+
+/// Ids of the transfers that a request began, or took part in.
+fn transfers(fleet: &Fleet, request: &str, kind: LegKind) -> Vec<String> {
+    let legs = fleet.engines.iter().flat_map(Engine::legs);
+    let legs = legs.filter(|leg| leg.kind == kind && leg.request_id.as_deref() == Some(request));
+    let mut ids: Vec<_> = legs.filter_map(|leg| leg.key).collect();
+    ids.sort();
+    ids
+}
+
+/// An engine that was asked before may know a transfer still, and answer with what it had for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_transfer_that_begins_anew_has_another_id() {
+    let fleet = mooncake(&[PREFILL, DECODE, PREFILL]).await;
+    handed_over(&fleet, 1).await;
+    let known = async || {
+        let told = fleet.split.explain(&body(&prompt(1, 40))).await;
+        [0, 2].iter().all(|number| told["candidates"][*number]["eligible"] == true)
+    };
+    eventually(SOON, "both are up", known).await.unwrap();
+    let ask = async |seed: u32| {
+        let (asks, name) = (body(&prompt(seed, 40)).to_string(), format!("request-{seed}"));
+        let answer = fleet.split.post(COMPLETIONS, &[("X-Request-Id", &name)], asks.as_bytes()).await;
+        let (prefills, decodes) =
+            (transfers(&fleet, &name, LegKind::Prefill), transfers(&fleet, &name, LegKind::Decode));
+        let is_twice = prefills.windows(2).any(|pair| pair[0] == pair[1]);
+        assert!(!is_twice && decodes.iter().all(|id| prefills.contains(id)), "{prefills:?} {decodes:?}");
+        (answer, prefills.len())
+    };
+    // A prefill endpoint computes the prompt and says nothing.
+    fleet.faults(0, FaultPlan { prefill_dies: Some(Death::Before), ..FaultPlan::default() });
+    let mut began = Vec::new();
+    for seed in 20..26 {
+        let (answer, prefills) = ask(seed).await;
+        assert_eq!((answer.head.status, fleet.prefill(&answer)), (200, 2));
+        began.push(prefills);
+    }
+    assert!(began.contains(&2), "{began:?}");
+    fleet.faults(0, FaultPlan::default());
+    // A decode endpoint ends a used connection without a word; which data thread has one is a matter of chance.
+    began.clear();
+    for seed in (30..70).step_by(2) {
+        ask(seed).await;
+        fleet.faults(1, FaultPlan { decode_die_after_chunks: Some(0), ..FaultPlan::default() });
+        let (answer, prefills) = ask(seed + 1).await;
+        assert_eq!(code(&answer), (502, Some("pd_decode_backend_died")));
+        fleet.faults(1, FaultPlan::default());
+        began.push(prefills);
+    }
+    assert!(began.contains(&2), "{began:?}");
+    fleet.split.kvlb.stop().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -554,8 +554,6 @@ impl Call for Errand {
                 self.count_class(status);
                 self.judge(position, status);
                 match status {
-                    // It has its prefill endpoint still.
-                    _ if self.is_bypassing() => {}
                     429 | 500.. => self.pinning.passed_over(&self.service, &self.caller, position),
                     _ => self.pinning.answered(&self.service, &self.caller, position),
                 }

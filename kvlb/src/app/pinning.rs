@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::policy::Candidate;
 use crate::router::{self, Caller, Decision, Key, Text, Tier, View as _, told};
-use crate::state::{Claim, Claimed, EndpointId, Pin, Service, Sessions};
+use crate::state::{Claim, Claimed, Endpoint, EndpointId, Pin, Service, Sessions};
 use crate::{fleet, openai};
 
 /// The field by which a client names its conversation. Never `X-Request-Id`, which is another for each request.
@@ -74,6 +74,8 @@ pub(super) struct Pinning {
     is_kept: bool,
     /// The endpoint that computed the prompt, where another decodes.
     prefill: Option<EndpointId>,
+    /// It is decoded by an endpoint for that, as the conversation's next turns will be.
+    decodes: bool,
 }
 
 impl Pinning {
@@ -89,7 +91,7 @@ impl Pinning {
             return true;
         };
         let id = endpoint.meters.id;
-        for (sessions, key, ttl) in self.tables(service, caller) {
+        for (sessions, key, ttl) in self.tables(service, caller).filter(|_| !decodes(service, endpoint)) {
             match claim(service, sessions, key, id, ttl, tried) {
                 Claimed::New(claim) => self.claims.push(claim),
                 Claimed::Same => {}
@@ -104,16 +106,38 @@ impl Pinning {
         true
     }
 
-    /// The endpoint has computed the prompt, and another will decode.
-    pub(super) fn prefilled(&mut self, endpoint: EndpointId) {
-        self.prefill = Some(endpoint);
+    /// The endpoint has computed the prompt, and another will decode: the conversation stays with it whatever becomes of that.
+    pub(super) fn prefilled(&mut self, service: &Service, caller: &Caller, position: usize) {
+        let Some(endpoint) = service.endpoints.get(position) else { return };
+        (self.prefill, self.decodes) = (Some(endpoint.meters.id), true);
+        if caller.is_nobody() {
+            return;
+        }
+        let now = clock::now();
+        for (sessions, key, ttl) in self.tables(service, caller) {
+            sessions.keep(key, Pin::at(endpoint.meters.id), (ttl, now));
+        }
+        self.claims.clear();
     }
 
-    /// Where a request is that this endpoint answers.
-    fn pin(&self, endpoint: EndpointId) -> Pin {
-        match self.prefill {
-            Some(prefill) => Pin { endpoint: prefill, decode: Some(endpoint) },
-            None => Pin::at(endpoint),
+    /// The prompt is to be computed once more.
+    pub(super) fn begun_anew(&mut self) {
+        (self.prefill, self.decodes) = (None, false);
+    }
+
+    /// An endpoint that decodes serves the request alone, since it has the conversation's blocks.
+    pub(super) fn bypasses(&mut self) {
+        self.decodes = true;
+    }
+
+    /// Where a request is that this endpoint answers: a half that took no part stays where it was. Nowhere for one that merely
+    /// stands in for those that compute prompts.
+    fn pin(&self, service: &Service, endpoint: &Endpoint) -> Option<Pin> {
+        let id = endpoint.meters.id;
+        match (decodes(service, endpoint), self.decodes) {
+            (false, _) => Some(Pin::at(id)),
+            (true, true) => Some(Pin { endpoint: self.prefill, decode: Some(id) }),
+            (true, false) => None,
         }
     }
 
@@ -122,10 +146,12 @@ impl Pinning {
         if caller.is_nobody() {
             return;
         }
-        let Some(endpoint) = service.endpoints.get(position) else { return };
+        let Some(pin) = service.endpoints.get(position).and_then(|endpoint| self.pin(service, endpoint)) else {
+            return;
+        };
         let now = clock::now();
         for (sessions, key, ttl) in self.tables(service, caller) {
-            sessions.keep(key, self.pin(endpoint.meters.id), (ttl, now));
+            sessions.keep(key, pin, (ttl, now));
         }
         self.claims.clear();
         self.is_kept = true;
@@ -136,14 +162,16 @@ impl Pinning {
         if !self.is_kept {
             return;
         }
-        let Some(endpoint) = service.endpoints.get(position) else { return };
+        let Some(pin) = service.endpoints.get(position).and_then(|endpoint| self.pin(service, endpoint)) else {
+            return;
+        };
         let now = clock::now();
         for (sessions, key, ttl) in self.tables(service, caller) {
-            sessions.prolong(key, self.pin(endpoint.meters.id), (ttl, now));
+            sessions.prolong(key, pin, (ttl, now));
         }
     }
 
-    /// The endpoint failed the request: its keys are not pinned to it any more.
+    /// The endpoint failed the request: its keys are not pinned to it any more. They stay with an endpoint that did its part.
     pub(super) fn failed(&mut self, service: &Service, caller: &Caller, position: usize) {
         if caller.is_nobody() {
             return;
@@ -182,6 +210,11 @@ impl Pinning {
     }
 }
 
+/// Whether an endpoint computes no prompts for others, so that no conversation's prompts are pinned to it.
+fn decodes(service: &Service, endpoint: &Endpoint) -> bool {
+    service.rule().is_split() && endpoint.spec.role == fleet::Role::Decode
+}
+
 /// Pins a key unless it is pinned to another endpoint that may be asked.
 fn claim(
     service: &Service,
@@ -192,14 +225,14 @@ fn claim(
     tried: &[usize],
 ) -> Claimed {
     let now: Instant = clock::now();
-    let claimed = sessions.claim(key, Pin::at(id), None, (ttl, now));
+    let claimed = sessions.claim(key, id, None, (ttl, now));
     let Claimed::Other(there) = claimed else { return claimed };
     let may_be_asked = |position: usize| {
         let eligible = |candidate: &Candidate| candidate.endpoint == position && candidate.eligible;
         !tried.contains(&position) && service.candidates().iter().any(eligible)
     };
-    if service.position(there.endpoint).is_some_and(may_be_asked) {
+    if service.position(there).is_some_and(may_be_asked) {
         return claimed;
     }
-    sessions.claim(key, Pin::at(id), Some(there), (ttl, now))
+    sessions.claim(key, id, Some(there), (ttl, now))
 }

@@ -7,8 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use serde::Deserialize;
-use serde_json::value::RawValue;
+use super::loose;
 
 /// The member by which vLLM is told of a transfer.
 const VLLM: &str = "kv_transfer_params";
@@ -16,9 +15,25 @@ const VLLM: &str = "kv_transfer_params";
 /// Members by which engines are told where blocks come from: a client that sent them would aim an engine at an address of
 /// its own, so none of a client's goes on.
 ///
-/// Source: vLLM 0.32.0 (the first), SGLang 0.5.23 (`bootstrap_*`), TensorRT-LLM 1.2 (the last).
-pub const TRANSFER_MEMBERS: [&str; 5] =
-    [VLLM, "bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"];
+/// Source: vLLM 0.32.0 (the first two), SGLang 0.5.23 (`bootstrap_*` and the rank), TensorRT-LLM 1.2 (the last).
+pub const TRANSFER_MEMBERS: [&str; 8] = [
+    VLLM,
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "disagg_prefill_dp_rank",
+    "disaggregated_params",
+];
+
+/// Members whose members an engine takes for arguments beside its own: those above count in them too, and in each of these within
+/// [`SAMPLING_MEMBER`].
+///
+/// Source: vLLM 0.32.0, which looks for the first in `sampling_params.extra_args` and makes that of `vllm_xargs`.
+pub const ARGUMENT_MEMBERS: [&str; 2] = ["extra_args", "vllm_xargs"];
+/// How to sample, where that is a member of its own.
+pub const SAMPLING_MEMBER: &str = "sampling_params";
 
 /// What becomes of a member of a request's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,42 +196,20 @@ fn text(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-#[derive(Deserialize)]
-struct Answer<'a> {
-    #[serde(borrow, default)]
-    kv_transfer_params: Option<&'a RawValue>,
-    #[serde(default)]
-    usage: Option<Usage>,
-}
-
-#[derive(Deserialize)]
-struct Usage {
-    prompt_tokens: Option<u64>,
-    prompt_tokens_details: Option<Details>,
-}
-
-#[derive(Deserialize)]
-struct Details {
-    cached_tokens: Option<u64>,
-}
-
-/// What vLLM's object says that is not only the decode engine's business.
-#[derive(Deserialize)]
-struct Object {
-    remote_prefill_cached_tokens: Option<u64>,
-}
-
-/// Where an answer makes no sense, nothing is passed on: the decode endpoint computes the prompt itself.
+/// An answer's object goes on whatever stands beside it: engines in Python write NaN, and usage has many forms. Where there is none,
+/// nothing is passed on: the decode endpoint computes the prompt itself.
 fn read_receipt(answer: &[u8]) -> Receipt {
-    let Ok(Answer { kv_transfer_params, usage }) = serde_json::from_slice(answer) else { return Receipt::default() };
-    let object = kv_transfer_params.map(RawValue::get).filter(|object| object.starts_with('{'));
-    let told = object.and_then(|object| serde_json::from_str::<Object>(object).ok());
-    let usage = usage.as_ref();
-    let of_usage = usage.and_then(|usage| usage.prompt_tokens_details.as_ref()?.cached_tokens);
+    let [object, usage] = loose::members(answer, [VLLM, "usage"]);
+    let object = object.filter(|object| object.starts_with(b"{")).and_then(|object| std::str::from_utf8(object).ok());
+    let [told] = loose::members(object.unwrap_or_default().as_bytes(), ["remote_prefill_cached_tokens"]);
+    let [prompt_tokens, details] =
+        loose::members(usage.unwrap_or_default(), ["prompt_tokens", "prompt_tokens_details"]);
+    let [of_usage] = loose::members(details.unwrap_or_default(), ["cached_tokens"]);
+    let count = |value: Option<&[u8]>| value.and_then(loose::count);
     Receipt {
         object: object.map(Into::into),
-        prompt_tokens: usage.and_then(|usage| usage.prompt_tokens),
-        cached_tokens: of_usage.or_else(|| told.and_then(|told| told.remote_prefill_cached_tokens)),
+        prompt_tokens: count(prompt_tokens),
+        cached_tokens: count(of_usage).or_else(|| count(told)),
     }
 }
 
@@ -251,6 +244,32 @@ mod tests {
     }
 
     #[test]
+    fn what_stands_beside_the_object_does_not_keep_it() {
+        let object = r#"{"remote_block_ids":[[1,2]],"x":[{"a}":"\\\"]"}]}"#;
+        for (beside, prompt_tokens, cached_tokens) in [
+            (r#""usage":{"prompt_tokens":70.0}"#, Some(70), None),
+            (r#""usage":{"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":16.0}}"#, Some(70), Some(16)),
+            (r#""usage":{"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":-1}}"#, Some(70), None),
+            (r#""usage":{"prompt_tokens":70,"prompt_tokens_details":[]}"#, Some(70), None),
+            (r#""usage":{"prompt_tokens":"70","prompt_tokens_details":7}"#, None, None),
+            (r#""usage":[]"#, None, None),
+            (r#""usage":{"x":NaN,"prompt_tokens":70}"#, Some(70), None),
+            (r#""metrics":{"x":NaN,"y":[-Infinity]},"z":Infinity"#, None, None),
+        ] {
+            for answer in [
+                format!("{{{beside},\"kv_transfer_params\":{object}}}"),
+                format!("\u{feff} {{\"id\" : \"a\" , \"kv_tr\\u0061nsfer_params\" : {object} , {beside}}}\n"),
+            ] {
+                let receipt = Nixl.receipt(answer.as_bytes());
+                assert_eq!(Nixl.decode(&Transfer::default(), &receipt).as_deref(), Some(object), "{answer}");
+                assert_eq!((receipt.prompt_tokens, receipt.cached_tokens), (prompt_tokens, cached_tokens), "{answer}");
+            }
+        }
+        let cut = format!("{{\"kv_transfer_params\":{object},\"usage\":{{\"prompt_tok");
+        assert_eq!(Nixl.receipt(cut.as_bytes()).object.as_deref(), Some(object));
+    }
+
+    #[test]
     fn an_answer_without_an_object_hands_nothing_on() {
         for answer in [
             "",
@@ -258,7 +277,10 @@ mod tests {
             "{}",
             r#"{"kv_transfer_params":null}"#,
             r#"{"kv_transfer_params":[1]}"#,
-            r#"{"kv_transfer_params":{}"#,
+            r#"{"kv_transfer_params":{"#,
+            r#"{"kv_transfer_params":{"a":[}]}}"#,
+            r#"{"kv_transfer_params":{},"kv_transfer_params":null}"#,
+            r#"{"choices":[{"kv_transfer_params":{}}]}"#,
         ] {
             let receipt = Nixl.receipt(answer.as_bytes());
             assert_eq!(Nixl.decode(&Transfer::default(), &receipt), None, "{answer}");

@@ -10,6 +10,7 @@ mod chain;
 pub mod events;
 mod extra;
 pub mod handoff;
+mod loose;
 mod msgpack;
 mod names;
 mod pickle;

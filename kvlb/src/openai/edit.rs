@@ -35,12 +35,16 @@ pub enum Edit<'e> {
     Replace(&'e str, &'e [u8]),
     /// The member is not there.
     Remove(&'e str),
+    /// Where the member is an object, its own members change so.
+    Within(&'e str, &'e [Edit<'e>]),
 }
 
 impl Edit<'_> {
     const fn key(&self) -> &str {
         match self {
-            Self::Set(key, _) | Self::Fill(key) | Self::Replace(key, _) | Self::Remove(key) => key,
+            Self::Set(key, _) | Self::Fill(key) | Self::Replace(key, _) | Self::Remove(key) | Self::Within(key, _) => {
+                key
+            }
         }
     }
 }
@@ -86,6 +90,14 @@ impl Patch {
     /// Whether it changes nothing.
     pub fn is_empty(&self) -> bool {
         self.cuts.is_empty()
+    }
+
+    /// The same changes in an object that lies here in `text`.
+    fn cut_within(&mut self, text: &[u8], object: &Range<usize>, edits: &[Edit<'_>]) {
+        let Ok(members) = Members::read(&text[object.clone()]) else { return };
+        for (range, pieces) in members.patch(edits).cuts {
+            self.cut(object.start + range.start..object.start + range.end, pieces);
+        }
     }
 
     fn cut(&mut self, range: Range<usize>, pieces: Vec<Piece>) {
@@ -154,6 +166,7 @@ impl<'a> Members<'a> {
                     patch.cut(member.value.clone(), vec![Piece::Text(value.to_vec())]);
                 }
                 Some(Edit::Fill(_)) => patch.cut(member.value.clone(), vec![Piece::Filling]),
+                Some(Edit::Within(_, edits)) => patch.cut_within(self.text, &member.value, edits),
                 Some(Edit::Remove(_)) | None => {}
             }
             any = true;
@@ -260,6 +273,21 @@ mod tests {
         assert_eq!(filled(r#"{"b":2,"a":1}"#, &edits, "[]"), r#"{"b":2,"p":[]}"#);
         assert_eq!(filled(r#"{"a":1}"#, &edits, "[]"), r#"{"p":[]}"#);
         assert!(Members::read(b"{\"b\":1}").unwrap().patch(&[Edit::Remove("a"), Edit::Replace("c", b"0")]).is_empty());
+    }
+
+    #[test]
+    fn members_of_a_member_change_too() {
+        let inner = [Edit::Remove("a"), Edit::Set("b", b"1")];
+        let edits = [Edit::Within("o", &inner), Edit::Remove("a")];
+        assert_eq!(
+            edited(r#"{"a":0,"o" : { "a" :1, "c":{"a":2} } ,"o":{},"x":{"a":3}}"#, &edits),
+            r#"{"o" : { "c":{"a":2},"b":1 } ,"o":{"b":1},"x":{"a":3}}"#
+        );
+        for kept in [r#"{"o":[{"a":1}]}"#, r#"{"o":"a"}"#, r#"{"o":null}"#, r#"{"x":{"a":1}}"#] {
+            assert_eq!(edited(kept, &edits), kept);
+        }
+        let deep = [Edit::Within("o", &edits)];
+        assert_eq!(edited(r#"{"o":{"o":{"b":2,"a":1}}}"#, &deep), r#"{"o":{"o":{"b":1}}}"#);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::http::{AnswerBody, AnswerError, Closing, Medium};
 use super::io::{Backend, Stream};
 use super::meter::Direction;
 use super::upload::Upload;
-use super::usage::Tail;
+use super::usage::{Tail, Usage};
 use super::walk::{Decoding, Held, Part, Walk};
 use crate::clock;
 
@@ -73,7 +73,7 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     self.note(|record| record.first_byte = Some(clock::now().saturating_duration_since(record.began)));
                 }
                 match self.client.watch(upload.as_deref_mut(), self.client.stream.write_all(piece)).await {
-                    Ok((Ok(()), back)) => (piece, flow.pending) = (back, false),
+                    Ok((Ok(()), back)) => (piece, flow.pending) = (back, flow.holds()),
                     Ok((Err(_gone), _piece)) => break Broken::Stopped(Stop::Left),
                     // It is the client that does not take it.
                     Err(Stop::TimedOut(_)) => break Broken::Reader,
@@ -89,10 +89,18 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     Ok(next) => piece = next,
                     Err(_malformed) => break Broken::Endpoint,
                 },
-                Ok((Ok(_end), _piece)) if flow.body.ends_with_connection() => {
-                    return Ok(self.finished(held, flow, closing));
+                Ok((read, _piece)) => {
+                    // Boxed: hardly any answer ends in a number.
+                    if flow.holds()
+                        && let Err(broken) = Box::pin(self.pass_held(&mut flow)).await
+                    {
+                        break broken;
+                    }
+                    if read.is_ok() && flow.body.ends_with_connection() {
+                        return Ok(self.finished(held, flow, closing));
+                    }
+                    break Broken::Endpoint;
                 }
-                Ok((_end_or_error, _piece)) => break Broken::Endpoint,
                 Err(stop) => break Broken::Stopped(stop),
             }
         };
@@ -137,11 +145,27 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
         Ok(first)
     }
 
+    /// What waited for its rest goes on without it.
+    async fn pass_held(&mut self, flow: &mut Flow) -> Result<(), Broken> {
+        let held = flow.correction.as_mut().map(|correction| correction.take_held()).unwrap_or_default();
+        flow.passed += held.len() as u64;
+        match self.client.wait(self.client.stream.write_all(Chunk::copy_of(0, &held))).await {
+            Ok((Ok(()), _chunk)) => Ok(()),
+            Ok((Err(_gone), _chunk)) => Err(Broken::Stopped(Stop::Left)),
+            Err(Stop::TimedOut(_)) => Err(Broken::Reader),
+            Err(stop) => Err(Broken::Stopped(stop)),
+        }
+    }
+
     /// The client has all of it: only now is the end looked at.
     fn finished(&mut self, held: &mut Held<B, P>, flow: Flow, closing: Closing) -> After {
         held.spoilt |= flow.excess;
         self.note_passed(&flow);
-        let usage = flow.tail.and_then(|tail| tail.usage());
+        let told = flow.correction.as_ref().map(|correction| correction.cached());
+        let usage = flow.tail.and_then(|tail| tail.usage()).map(|usage| Usage {
+            cached_tokens: usage.cached_tokens.map(|cached| told.map_or(cached, |told| told.min(cached))),
+            ..usage
+        });
         self.report(Event::Finished { position: held.target.position, bytes: flow.passed, usage });
         self.client.after(closing)
     }
@@ -200,12 +224,13 @@ struct Flow {
 impl Flow {
     /// Follows the body through a piece, and keeps of it what goes on.
     fn take(&mut self, mut piece: Chunk) -> Result<Chunk, AnswerError> {
+        let front = piece.bytes().as_ptr().addr();
         let progress = match (&mut self.tail, &mut self.correction) {
             (None, None) => self.body.take(piece.bytes_mut())?,
             (tail, correction) => self.body.take_showing(piece.bytes_mut(), |payload| {
                 self.pending |= !payload.is_empty();
                 if let Some(correction) = correction {
-                    correction.take(payload);
+                    correction.read(payload, payload.as_ptr().addr() - front);
                 }
                 if let Some(tail) = tail {
                     tail.take(payload);
@@ -214,7 +239,15 @@ impl Flow {
         };
         self.excess |= progress.excess;
         piece.truncate(progress.pass);
+        if let Some(correction) = &mut self.correction {
+            correction.put_right(&mut piece, progress.done);
+        }
         Ok(piece)
+    }
+
+    /// Whether payload waits that the tail has seen.
+    fn holds(&self) -> bool {
+        self.correction.as_ref().is_some_and(|correction| correction.holds())
     }
 
     /// Whether the client has a stream's last event, so that nothing that is missing would tell it more: openai's leaves then.

@@ -21,23 +21,39 @@ const ENTRIES_MAX: usize = 64 << 10;
 /// Locks over which keys are spread, so that data threads rarely meet.
 const SHARDS: usize = 16;
 
-/// Where a conversation was.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Where a conversation was. Each half comes, moves and goes without the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pin {
     /// The endpoint that computed its prompts.
-    pub endpoint: EndpointId,
+    pub endpoint: Option<EndpointId>,
     /// The one that decoded, where another did.
     pub decode: Option<EndpointId>,
 }
 
 impl Pin {
-    /// At an endpoint that does both.
+    /// At an endpoint that does both, or of which no more is known.
     pub const fn at(endpoint: EndpointId) -> Self {
-        Self { endpoint, decode: None }
+        Self { endpoint: Some(endpoint), decode: None }
     }
 
-    fn names(&self, endpoint: EndpointId) -> bool {
-        self.endpoint == endpoint || self.decode == Some(endpoint)
+    /// Decoded there; of the other half no more is known.
+    pub const fn decoded_at(endpoint: EndpointId) -> Self {
+        Self { endpoint: None, decode: Some(endpoint) }
+    }
+
+    /// These halves, and where they say nothing the `others`.
+    fn or(self, others: Self) -> Self {
+        Self { endpoint: self.endpoint.or(others.endpoint), decode: self.decode.or(others.decode) }
+    }
+
+    /// Without the halves at endpoints that `goes` is true for.
+    fn without(self, goes: impl Fn(EndpointId) -> bool) -> Self {
+        let stays = |endpoint: &EndpointId| !goes(*endpoint);
+        Self { endpoint: self.endpoint.filter(stays), decode: self.decode.filter(stays) }
+    }
+
+    fn is_nowhere(&self) -> bool {
+        *self == Self::default()
     }
 }
 
@@ -66,11 +82,13 @@ pub enum Claimed {
     New(Claim),
     /// It is pinned to that endpoint already.
     Same,
-    /// It is pinned to another one.
-    Other(Pin),
+    /// It is pinned to this other one.
+    Other(EndpointId),
 }
 
 /// The pin of a request that has not been answered yet. Dropped before it is [kept](Sessions::keep), it is withdrawn.
+///
+/// It is of the endpoint that computes the prompt: the one that decodes has been chosen late, and is pinned once it answers.
 #[derive(Debug)]
 pub struct Claim {
     sessions: Arc<Sessions>,
@@ -80,7 +98,11 @@ pub struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.sessions.shard(self.key).lock().remove_if(self.key, |entry| entry.claim == Some(self.number));
+        self.sessions.shard(self.key).lock().change(self.key, |entry| {
+            if entry.claim == Some(self.number) {
+                (entry.claim, entry.pin.endpoint) = (None, None);
+            }
+        });
     }
 }
 
@@ -101,6 +123,14 @@ struct Entry {
     until: Instant,
 }
 
+impl Entry {
+    /// Goes from the endpoints that `goes` is true for.
+    fn leave(&mut self, goes: impl Fn(EndpointId) -> bool) {
+        self.pin = self.pin.without(goes);
+        self.claim = self.claim.filter(|_| self.pin.endpoint.is_some());
+    }
+}
+
 impl Default for Sessions {
     fn default() -> Self {
         Self::with_room_for(ENTRIES_MAX)
@@ -117,52 +147,65 @@ impl Sessions {
         }
     }
 
-    /// Where a key is pinned.
-    pub fn find(&self, key: Key, now: Instant) -> Option<Pin> {
-        let shard = self.shard(key).lock();
-        shard.get(key).filter(|entry| entry.until > now).map(|entry| entry.pin)
+    /// Where a key is pinned, which may be nowhere.
+    pub fn find(&self, key: Key, now: Instant) -> Pin {
+        self.shard(key).lock().pin(key, now)
     }
 
     /// Pins a key for a request that has yet to be answered: where it is not pinned, or is at `over`.
-    pub fn claim(self: &Arc<Self>, key: Key, pin: Pin, over: Option<Pin>, (ttl, now): (Duration, Instant)) -> Claimed {
+    pub fn claim(
+        self: &Arc<Self>,
+        key: Key,
+        endpoint: EndpointId,
+        over: Option<EndpointId>,
+        (ttl, now): (Duration, Instant),
+    ) -> Claimed {
         let mut shard = self.shard(key).lock();
-        match shard.get(key).filter(|entry| entry.until > now).map(|entry| entry.pin) {
-            Some(there) if there.endpoint == pin.endpoint => return Claimed::Same,
+        let there = shard.pin(key, now);
+        match there.endpoint {
+            Some(there) if there == endpoint => return Claimed::Same,
             Some(there) if Some(there) != over => return Claimed::Other(there),
             _ => {}
         }
         let number = self.claims.fetch_add(1, Ordering::Relaxed);
+        let pin = Pin::at(endpoint).or(there);
         self.put(&mut shard, Entry { key, pin, claim: Some(number), until: now + ttl }, now);
         drop(shard);
         Claimed::New(Claim { sessions: Arc::clone(self), key, number })
     }
 
-    /// A request with this key has been answered there: so it is pinned.
+    /// A request with this key has been answered there: so it is pinned, and a half that took no part stays where it was.
     pub fn keep(&self, key: Key, pin: Pin, (ttl, now): (Duration, Instant)) {
         let mut shard = self.shard(key).lock();
-        self.put(&mut shard, Entry { key, pin, claim: None, until: now + ttl }, now);
+        let claim = shard.get(key).and_then(|entry| entry.claim).filter(|_| pin.endpoint.is_none());
+        let pin = pin.or(shard.pin(key, now));
+        self.put(&mut shard, Entry { key, pin, claim, until: now + ttl }, now);
     }
 
-    /// An answer from there has ended: its time begins anew, unless the key has moved since.
+    /// An answer from there has ended: its time begins anew, but for a half that has moved since.
     pub fn prolong(&self, key: Key, pin: Pin, (ttl, now): (Duration, Instant)) {
         let mut shard = self.shard(key).lock();
-        if shard.get(key).is_none_or(|entry| entry.pin == pin || entry.until <= now) {
-            self.put(&mut shard, Entry { key, pin, claim: None, until: now + ttl }, now);
+        let there = shard.pin(key, now);
+        let unmoved = |own: Option<EndpointId>, there: Option<EndpointId>| {
+            own.filter(|own| there.is_none_or(|there| there == *own))
+        };
+        let stays = Pin { endpoint: unmoved(pin.endpoint, there.endpoint), decode: unmoved(pin.decode, there.decode) };
+        if stays.is_nowhere() {
+            return;
         }
+        let claim = shard.get(key).and_then(|entry| entry.claim).filter(|_| stays.endpoint.is_none());
+        self.put(&mut shard, Entry { key, pin: stays.or(there), claim, until: now + ttl }, now);
     }
 
-    /// Forgets a key that is pinned to this endpoint: it failed there.
+    /// Forgets that a key is pinned to this endpoint: it failed there. The other half did not.
     pub fn forget(&self, key: Key, endpoint: EndpointId) {
-        self.shard(key).lock().remove_if(key, |entry| entry.pin.names(endpoint));
+        self.shard(key).lock().change(key, |entry| entry.leave(|at| at == endpoint));
     }
 
     /// Forgets what is pinned to endpoints that are none of these.
     pub fn retain(&self, endpoints: &[EndpointId]) {
         for shard in &self.shards {
-            let gone = |pin: &Pin| {
-                !endpoints.contains(&pin.endpoint) || pin.decode.is_some_and(|decode| !endpoints.contains(&decode))
-            };
-            shard.lock().remove_all(|entry| gone(&entry.pin));
+            shard.lock().change_all(|entry| entry.leave(|at| !endpoints.contains(&at)));
         }
     }
 
@@ -205,6 +248,11 @@ impl Shard {
         self.by_key.get(&key).map(|place| &self.entries[*place as usize])
     }
 
+    /// Where a key is pinned, which may be nowhere.
+    fn pin(&self, key: Key, now: Instant) -> Pin {
+        self.get(key).filter(|entry| entry.until > now).map_or_else(Pin::default, |entry| entry.pin)
+    }
+
     fn add(&mut self, entry: Entry) {
         let place = if let Some(place) = self.free.pop() {
             self.entries[place as usize] = entry;
@@ -226,19 +274,22 @@ impl Shard {
         }
     }
 
-    fn remove_if(&mut self, key: Key, goes: impl Fn(&Entry) -> bool) {
-        if let Some(place) = self.by_key.get(&key).copied()
-            && goes(&self.entries[place as usize])
-        {
-            self.remove(place);
+    /// Changes an entry, which goes if it is pinned nowhere then.
+    fn change(&mut self, key: Key, change: impl Fn(&mut Entry)) {
+        if let Some(place) = self.by_key.get(&key).copied() {
+            let entry = &mut self.entries[place as usize];
+            change(entry);
+            if entry.pin.is_nowhere() {
+                self.remove(place);
+            }
         }
     }
 
-    fn remove_all(&mut self, goes: impl Fn(&Entry) -> bool) {
-        let mut places: Vec<u32> = self.by_key.values().copied().collect();
-        places.sort_unstable();
-        for place in places.into_iter().filter(|place| goes(&self.entries[*place as usize])).collect::<Vec<_>>() {
-            self.remove(place);
+    fn change_all(&mut self, change: impl Fn(&mut Entry)) {
+        let mut keys: Vec<(u32, Key)> = self.by_key.iter().map(|(key, place)| (*place, *key)).collect();
+        keys.sort_unstable_by_key(|(place, _)| *place);
+        for (_, key) in keys {
+            self.change(key, &change);
         }
     }
 
@@ -261,8 +312,12 @@ mod tests {
 
     const TTL: Duration = Duration::from_mins(5);
     const NEARLY: Duration = Duration::from_secs(299);
-    const A: Pin = Pin::at(EndpointId(1));
-    const B: Pin = Pin::at(EndpointId(2));
+    const ONE: EndpointId = EndpointId(1);
+    const TWO: EndpointId = EndpointId(2);
+    const THREE: EndpointId = EndpointId(3);
+    const A: Pin = Pin::at(ONE);
+    const B: Pin = Pin::at(TWO);
+    const NOWHERE: Pin = Pin { endpoint: None, decode: None };
 
     fn key(number: usize) -> Key {
         Key::new(Whose::Conversation, &number.to_le_bytes())
@@ -273,10 +328,10 @@ mod tests {
         let (all, start) = (Sessions::default(), clock::now());
         all.keep(key(1), A, (TTL, start));
         let later = start + NEARLY;
-        assert_eq!(all.find(key(1), later), Some(A));
+        assert_eq!(all.find(key(1), later), A);
         all.prolong(key(1), A, (TTL, later));
         let last = later + NEARLY;
-        assert_eq!((all.find(key(1), last), all.find(key(1), later + TTL)), (Some(A), None));
+        assert_eq!((all.find(key(1), last), all.find(key(1), later + TTL)), (A, NOWHERE));
         assert_eq!(all.usage(later + TTL).entries, 0, "swept");
     }
 
@@ -286,27 +341,27 @@ mod tests {
         all.keep(key(1), A, (TTL, now));
         all.keep(key(1), B, (TTL, now));
         all.prolong(key(1), A, (TTL, now));
-        assert_eq!(all.find(key(1), now), Some(B));
+        assert_eq!(all.find(key(1), now), B);
         all.prolong(key(2), A, (TTL, now));
-        assert_eq!(all.find(key(2), now), Some(A), "one that went during a long answer is back");
+        assert_eq!(all.find(key(2), now), A, "one that went during a long answer is back");
     }
 
     #[test]
     fn a_claim_holds_until_it_fails_and_others_follow_it() {
         let (all, now) = (Arc::new(Sessions::default()), clock::now());
-        let claim = |pin, over| all.claim(key(1), pin, over, (TTL, now));
-        let Claimed::New(first) = claim(A, None) else { panic!("nobody else is there") };
-        assert!(matches!(claim(B, None), Claimed::Other(A)) && matches!(claim(A, None), Claimed::Same));
+        let claim = |endpoint, over| all.claim(key(1), endpoint, over, (TTL, now));
+        let Claimed::New(first) = claim(ONE, None) else { panic!("nobody else is there") };
+        assert!(matches!(claim(TWO, None), Claimed::Other(ONE)) && matches!(claim(ONE, None), Claimed::Same));
         drop(first);
-        assert_eq!(all.find(key(1), now), None, "withdrawn");
-        let Claimed::New(second) = claim(A, None) else { panic!("it is free again") };
+        assert_eq!(all.find(key(1), now), NOWHERE, "withdrawn");
+        let Claimed::New(second) = claim(ONE, None) else { panic!("it is free again") };
         all.keep(key(1), A, (TTL, now));
         drop(second);
-        assert_eq!(all.find(key(1), now), Some(A), "answered");
-        let Claimed::New(third) = claim(B, Some(A)) else { panic!("it may move") };
-        assert!(matches!(claim(A, Some(A)), Claimed::Other(B)), "it has moved already");
+        assert_eq!(all.find(key(1), now), A, "answered");
+        let Claimed::New(third) = claim(TWO, Some(ONE)) else { panic!("it may move") };
+        assert!(matches!(claim(ONE, Some(ONE)), Claimed::Other(TWO)), "it has moved already");
         drop(third);
-        assert_eq!(all.find(key(1), now), None);
+        assert_eq!(all.find(key(1), now), NOWHERE);
     }
 
     #[test]
@@ -320,8 +375,8 @@ mod tests {
         let usage = all.usage(now);
         assert!(usage.entries <= 16 * SHARDS, "{usage:?}");
         assert_eq!(usage.evicted + usage.entries as u64, 10_000);
-        assert_eq!(all.find(key(0), now), Some(A), "it was in use");
-        assert_eq!((all.find(key(9_999), now), all.find(key(1), now)), (Some(A), None));
+        assert_eq!(all.find(key(0), now), A, "it was in use");
+        assert_eq!((all.find(key(9_999), now), all.find(key(1), now)), (A, NOWHERE));
     }
 
     #[test]
@@ -330,14 +385,42 @@ mod tests {
         for number in 0..100 {
             all.keep(key(number), if number % 2 == 0 { A } else { B }, (TTL, now));
         }
-        all.keep(key(100), Pin { endpoint: A.endpoint, decode: Some(B.endpoint) }, (TTL, now));
-        all.forget(key(0), B.endpoint);
-        assert_eq!(all.find(key(0), now), Some(A), "another's failure");
-        all.retain(&[A.endpoint]);
-        assert_eq!((all.usage(now).entries, all.find(key(1), now)), (50, None));
-        all.forget(key(0), A.endpoint);
-        assert_eq!(all.find(key(0), now), None);
+        all.keep(key(100), Pin { endpoint: Some(TWO), decode: Some(THREE) }, (TTL, now));
+        all.forget(key(0), TWO);
+        assert_eq!(all.find(key(0), now), A, "another's failure");
+        all.retain(&[ONE]);
+        assert_eq!((all.usage(now).entries, all.find(key(1), now)), (50, NOWHERE));
+        all.forget(key(0), ONE);
+        assert_eq!(all.find(key(0), now), NOWHERE);
         all.retain(&[]);
+        assert_eq!(all.usage(now), SessionsUse::default());
+    }
+
+    #[test]
+    fn each_half_moves_and_goes_without_the_other() {
+        let (all, now) = (Arc::new(Sessions::default()), clock::now());
+        let pair = |endpoint, decode| Pin { endpoint: Some(endpoint), decode: Some(decode) };
+        let here = || all.find(key(1), now);
+        all.keep(key(1), pair(ONE, TWO), (TTL, now));
+        all.keep(key(1), A, (TTL, now));
+        assert_eq!(here(), pair(ONE, TWO), "one leg says nothing of the other");
+        let Claimed::New(moves) = all.claim(key(1), THREE, Some(ONE), (TTL, now)) else { panic!("it may move") };
+        assert_eq!(here(), pair(THREE, TWO));
+        all.keep(key(1), Pin::decoded_at(TWO), (TTL, now));
+        drop(moves);
+        assert_eq!(here(), Pin::decoded_at(TWO), "withdrawn, though it was decoded again meanwhile");
+        all.keep(key(1), A, (TTL, now));
+        all.forget(key(1), TWO);
+        assert_eq!(here(), A);
+        all.prolong(key(1), pair(ONE, TWO), (TTL, now));
+        all.keep(key(1), B, (TTL, now));
+        let later = now + NEARLY;
+        all.prolong(key(1), pair(ONE, TWO), (TTL, later));
+        assert_eq!(all.find(key(1), later + NEARLY), pair(TWO, TWO), "the half that has moved is not called back");
+        all.keep(key(1), pair(ONE, TWO), (TTL, now));
+        all.retain(&[TWO]);
+        assert_eq!(here(), Pin::decoded_at(TWO));
+        all.forget(key(1), TWO);
         assert_eq!(all.usage(now), SessionsUse::default());
     }
 }

@@ -425,15 +425,15 @@ impl View for Service {
     }
 
     fn conversation(&self, key: Key) -> Option<usize> {
-        self.position(self.pins.conversations.find(key, clock::now())?.endpoint)
+        self.position(self.pins.conversations.find(key, clock::now()).endpoint?)
     }
 
     fn partner(&self, key: Key) -> Option<usize> {
-        self.position(self.pins.conversations.find(key, clock::now())?.decode?)
+        self.position(self.pins.conversations.find(key, clock::now()).decode?)
     }
 
     fn session(&self, key: Key) -> Option<usize> {
-        self.position(self.pins.sessions.find(key, clock::now())?.endpoint)
+        self.position(self.pins.sessions.find(key, clock::now()).endpoint?)
     }
 
     fn known(&self, text: &[u8], least: usize) -> Vec<Vec<usize>> {

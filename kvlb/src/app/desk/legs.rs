@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::{Errand, Failed, asked};
-use crate::contract::handoff::{Change, Handoff, Receipt, TRANSFER_MEMBERS, Transfer};
+use crate::contract::handoff::{
+    ARGUMENT_MEMBERS, Change, Handoff, Receipt, SAMPLING_MEMBER, TRANSFER_MEMBERS, Transfer,
+};
 use crate::control::live;
 use crate::fleet::EndpointKey;
 use crate::openai::{self, Edit, Members, Patch, Whole};
@@ -38,7 +40,11 @@ pub(super) struct Legs {
     plain: Patch,
     /// One that is as short as can be.
     release: Patch,
+    /// What nobody else calls a request of theirs.
+    id: String,
     transfer: Transfer,
+    /// Transfers that have begun with it.
+    transfers: u32,
     /// Field lines for both legs.
     fields: String,
     receipt: Receipt,
@@ -111,20 +117,22 @@ pub(super) fn way(service: &Service, request: &Request, ids: &Ids, in_haste: boo
         }
     };
     if let Some(why) = openai::whole(kind, &members) {
-        let patch = members.patch(&TRANSFER_MEMBERS.map(Edit::Remove));
+        let patch = patch(&members, &[]);
         return Ok(Way::Alone(why, (!patch.is_empty()).then(|| patch.apply(body, b""))));
     }
     let handoff = service.rule().split.handoff.handoff();
     let id = ids.next();
-    let own = request.head.fields().text("x-request-id").is_some_and(|id| !id.is_empty());
+    let own = request.head.fields().end_to_end("x-request-id").is_some_and(|id| !id.is_empty());
     Ok(Way::Legs(Box::new(Legs {
         handoff,
         prefill: patch(&members, handoff.prefill_changes()),
         decode: patch(&members, handoff.decode_changes()),
-        plain: members.patch(&TRANSFER_MEMBERS.map(Edit::Remove)),
+        plain: patch(&members, &[]),
         release: patch(&members, handoff.prefill_changes()),
         fields: if own { String::new() } else { format!("x-request-id: {id}\r\n") },
-        transfer: Transfer { id, ..Transfer::default() },
+        transfer: Transfer::default(),
+        transfers: 0,
+        id,
         receipt: Receipt::default(),
         now: Part::Prompt,
         bypass: None,
@@ -167,8 +175,16 @@ fn patch(members: &Members<'_>, changes: &[Change]) -> Patch {
         Change::Remove(key) => Edit::Remove(key),
         Change::Fill(key) => Edit::Fill(key),
     };
+    let untold = TRANSFER_MEMBERS.map(Edit::Remove);
+    let arguments = ARGUMENT_MEMBERS.map(|key| Edit::Within(key, &untold));
+    let sampling = [&untold[..], &arguments].concat();
     // Of two for one member the first counts.
-    let edits: Vec<Edit<'_>> = changes.iter().map(edit).chain(TRANSFER_MEMBERS.map(Edit::Remove)).collect();
+    let edits: Vec<Edit<'_>> = changes
+        .iter()
+        .map(edit)
+        .chain(sampling.iter().copied())
+        .chain([Edit::Within(SAMPLING_MEMBER, &sampling)])
+        .collect();
     members.patch(&edits)
 }
 
@@ -201,11 +217,6 @@ impl Errand {
         self.legs().is_some_and(|legs| legs.done.is_some())
     }
 
-    /// Whether a decode endpoint serves it alone.
-    pub(super) fn is_bypassing(&self) -> bool {
-        self.legs().is_some_and(|legs| legs.bypass.is_some())
-    }
-
     pub(super) fn make_plan(&mut self, body: &[u8]) -> Plan {
         let named = self.legs().and_then(|_| self.named.as_ref().ok());
         let bypass = named.and_then(|named| bypass(&self.service, named, &self.caller));
@@ -219,6 +230,7 @@ impl Errand {
             }
             Way::Legs(legs) if bypass.is_some() => {
                 (legs.now, legs.bypass) = (Part::Decode, bypass);
+                self.pinning.bypasses();
                 let service = rule.id.0.to_string();
                 self.state.metrics.pd_whole.with_label_values(&[service.as_str(), "bypass"]).inc();
                 if legs.plain.is_empty() { Plan::AsItIs } else { Plan::Edited(legs.plain.apply(body, b"")) }
@@ -343,7 +355,9 @@ impl Errand {
             .and_then(|position| self.service.endpoints.get(position))
             .and_then(|endpoint| endpoint.meters.bootstrap());
         let Some(legs) = self.legs_mut() else { return body.to_vec() };
-        (legs.transfer.bootstrap, legs.transfer.rank) = (bootstrap, rank);
+        // An engine that gave up a transfer may know it still.
+        legs.transfers += 1;
+        legs.transfer = Transfer { id: format!("{}-{}", legs.id, legs.transfers), bootstrap, rank };
         legs.prefill.apply(body, legs.handoff.prefill(&legs.transfer).as_bytes())
     }
 
@@ -354,8 +368,8 @@ impl Errand {
         self.judge(position, 200);
         if let Some(endpoint) = self.service.endpoints.get(position) {
             endpoint.meters.breaker.completed();
-            self.pinning.prefilled(endpoint.meters.id);
         }
+        self.pinning.prefilled(&self.service, &self.caller, position);
         let decision = self.decision.clone().unwrap_or_default();
         self.settle();
         self.earlier.clear();
@@ -391,6 +405,7 @@ impl Errand {
 
     pub(super) fn begin_anew(&mut self) {
         self.gate = None;
+        self.pinning.begun_anew();
         if let Some(legs) = self.legs_mut() {
             (legs.now, legs.done, legs.receipt) = (Part::Prompt, None, Receipt::default());
             legs.is_release = false;

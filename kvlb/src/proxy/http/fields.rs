@@ -119,6 +119,12 @@ impl<'a> Fields<'a> {
         std::str::from_utf8(self.get(name)?).ok()
     }
 
+    /// As [`Fields::text`], of a field that goes on to the other side.
+    pub fn end_to_end(self, name: &str) -> Option<&'a str> {
+        let is_for_connection = self.list(Kind::Connection).any(|named| named.eq_ignore_ascii_case(name.as_bytes()));
+        self.text(name).filter(|_| !is_for_connection)
+    }
+
     /// Bytes of the whole head.
     pub(in crate::proxy) fn bytes(self) -> usize {
         self.head.len()

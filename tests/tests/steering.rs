@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use kvlb_tests::harness::eventually;
 use kvlb_tests::harness::kvlb::Kvlb;
+use kvlb_tests::harness::netns::Netns;
 use kvlb_tests::harness::stage::{MODEL, PATIENCE, Stage, VIP, endpoint, engine, rule, vip};
 use serde_json::{Value, json};
 use socket2::{Domain, Socket, Type};
@@ -266,4 +267,34 @@ async fn a_vip_that_another_program_has_is_left_to_it_named_and_served_when_it_i
     let (_, status) = kvlb.api("GET", "/netlox/v1/status", None).await.unwrap();
     assert_eq!(status["degraded"], json!([]), "{status}");
     kvlb.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn an_ipv6_vip_of_a_devices_network_is_handed_on_in_a_takeover_and_goes_with_the_last_kvlb() {
+    let Some(stage) = Stage::new("near").unwrap() else { return };
+    let far = Netns::new("near-far").unwrap();
+    let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+    let (device, _far) = stage.netns().link((ip("fd98::ff"), 64), &far, (ip("fd98::2"), 64)).unwrap();
+    let engines = stage.engines(11, 1, &engine()).await.unwrap();
+    let kvlb = stage.kvlb(&[]).await.unwrap();
+    kvlb.create(&plain("fd98::1", (80, 0), &[endpoint(&engines[0])], &json!({}))).await.unwrap();
+    let shown = || stage.program("ip".as_ref(), &["-6", "addr", "show", "dev", &device]).unwrap().ok().unwrap();
+    let ask = || -> std::io::Result<String> {
+        let mut stream = TcpStream::connect_timeout(&"[fd98::1]:80".parse().unwrap(), Duration::from_secs(3))?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        write!(stream, "GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        Ok(text)
+    };
+    // The devices of the pair take a moment to be sure of their own addresses.
+    let answers = || far.run(ask).unwrap().is_ok_and(|text| text.starts_with("HTTP/1.1 200"));
+    eventually(PATIENCE, "a neighbour is answered", async || answers()).await.unwrap();
+    assert!(shown().contains("fd98::1/128"), "{}", shown());
+    let next = Kvlb::take_over(stage.config(&["--takeover"])).await.unwrap();
+    assert!(answers() && shown().contains("fd98::1/128"), "{}", shown());
+    drop(kvlb);
+    assert!(answers() && shown().contains("fd98::1/128"), "{}", shown());
+    next.stop().await.unwrap();
+    assert!(!shown().contains("fd98::1/128"), "{}", shown());
 }

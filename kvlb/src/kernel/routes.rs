@@ -1,6 +1,7 @@
 //! Local routes: what makes this host answer for an address that no device of it has.
 //!
-//! For IPv4, such a route on `lo` also answers ARP. For IPv6 it answers no neighbour: packets have to be routed here.
+//! For IPv4, such a route on `lo` also answers ARP. For IPv6 it answers no neighbour: where the address lies within the
+//! network of a device, that device gets it too, as one that nothing is sent from. Elsewhere packets have to be routed here.
 //!
 //! An address that is local already is left alone. What kvlb adds bears its own route protocol number and is removed
 //! exactly so, so that a route of the same address by someone else stays.
@@ -9,14 +10,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use nix::libc::{EADDRNOTAVAIL, ENODEV, ENXIO};
 use rtnetlink::RouteMessageBuilder;
 use rtnetlink::packet_core::{
     NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
 };
-use rtnetlink::packet_route::RouteNetlinkMessage;
+use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags, AddressMessage, AddressProtocol, CacheInfo};
 use rtnetlink::packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
+use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 use rtnetlink::sys::Socket;
 use rtnetlink::sys::protocols::NETLINK_ROUTE;
 
@@ -49,6 +52,8 @@ enum Hold {
 pub(super) struct Routes {
     netlink: Netlink,
     held: BTreeMap<IpAddr, Hold>,
+    /// IPv6 addresses that a kvlb has given to devices, by the devices' numbers.
+    announced: BTreeMap<Ipv6Addr, u32>,
     /// What a dead predecessor has added: ours to remove, or to take over.
     stale: BTreeSet<IpAddr>,
 }
@@ -57,11 +62,15 @@ impl Routes {
     /// No routes yet, in the network namespace of this thread.
     pub(super) fn open(stale: Vec<IpAddr>) -> Result<Self, Error> {
         let netlink = Netlink::open().map_err(Error::Netlink)?;
-        Ok(Self { netlink, held: BTreeMap::new(), stale: stale.into_iter().collect() })
+        let mut routes = Self { netlink, held: BTreeMap::new(), announced: BTreeMap::new(), stale: BTreeSet::new() };
+        routes.inherit(stale);
+        Ok(routes)
     }
 
     /// These routes are ours too: a predecessor has added them.
     pub(super) fn inherit(&mut self, stale: Vec<IpAddr>) {
+        let given = self.netlink.addresses().unwrap_or_default().into_iter().filter(|given| given.kvlbs);
+        self.announced.extend(given.filter(|given| stale.contains(&given.addr.into())).map(|at| (at.addr, at.device)));
         self.stale.extend(stale);
         // What was foreign while the predecessor had it is looked at again.
         self.held.retain(|_, hold| *hold == Hold::Ours);
@@ -75,6 +84,7 @@ impl Routes {
     /// None is ours any more.
     pub(super) fn forget(&mut self) {
         self.held.clear();
+        self.announced.clear();
         self.stale.clear();
     }
 
@@ -94,7 +104,8 @@ impl Routes {
         let gone: Vec<_> = ours.chain(self.stale.iter().copied()).filter(|addr| !addrs.contains(addr)).collect();
         let mut outcome = Outcome::default();
         for addr in gone {
-            match self.netlink.remove(addr) {
+            let silent = self.withdraw(addr);
+            match silent.and_then(|()| self.netlink.remove(addr)) {
                 Ok(()) => {
                     self.held.remove(&addr);
                     self.stale.remove(&addr);
@@ -116,6 +127,7 @@ impl Routes {
             let hold = match self.netlink.local(*addr) {
                 Ok(None) => Hold::Claimed,
                 Ok(Some(Owner::Kvlb)) if self.stale.remove(addr) => Hold::Ours,
+                Ok(Some(Owner::Other)) if self.is_announced(*addr) && self.stale.remove(addr) => Hold::Ours,
                 Ok(Some(Owner::Kvlb | Owner::Other)) => Hold::Foreign,
                 Err(source) => {
                     outcome.note(Err(failed("look up", *addr, source)));
@@ -141,7 +153,75 @@ impl Routes {
                 Err(source) => outcome.note(Err(failed("add", *addr, source))),
             }
         }
+        outcome.note(self.announce());
         outcome.finish()
+    }
+
+    fn is_announced(&self, addr: IpAddr) -> bool {
+        matches!(addr, IpAddr::V6(v6) if self.announced.contains_key(&v6))
+    }
+
+    /// Gives IPv6 addresses to the devices whose neighbours ask for them.
+    fn announce(&mut self) -> Result<(), Error> {
+        let silent: Vec<_> = self
+            .held
+            .iter()
+            .filter_map(|(addr, hold)| match addr {
+                IpAddr::V6(v6) if *hold == Hold::Ours && !self.announced.contains_key(v6) => Some(*v6),
+                _ => None,
+            })
+            .collect();
+        if silent.is_empty() {
+            return Ok(());
+        }
+        let given = self.netlink.addresses().map_err(Error::Netlink)?;
+        let mut outcome = Outcome::default();
+        for addr in silent {
+            let Some(near) = given.iter().find(|given| given.is_near(addr)) else { continue };
+            match self.netlink.change_address(addr, near.device, true) {
+                Ok(()) => {
+                    self.announced.insert(addr, near.device);
+                    tracing::info!(%addr, device = near.device, "the device answers its neighbours for the VIP");
+                }
+                // It has come by the address itself in this moment.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(source) => outcome.note(Err(failed("announce", addr.into(), source))),
+            }
+        }
+        outcome.finish()
+    }
+
+    /// Takes an address from the device that has it by a kvlb.
+    fn withdraw(&mut self, addr: IpAddr) -> io::Result<()> {
+        let IpAddr::V6(v6) = addr else { return Ok(()) };
+        let Some(device) = self.announced.get(&v6) else { return Ok(()) };
+        match self.netlink.change_address(v6, *device, false) {
+            // The device may be gone, and the address with it.
+            Err(error) if !matches!(error.raw_os_error(), Some(EADDRNOTAVAIL | ENODEV | ENXIO)) => Err(error),
+            _ => {
+                self.announced.remove(&v6);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// An IPv6 address that a device has.
+#[derive(Clone, Copy, Debug)]
+struct Given {
+    addr: Ipv6Addr,
+    bits: u8,
+    device: u32,
+    /// A kvlb has given it.
+    kvlbs: bool,
+}
+
+impl Given {
+    /// Whether the device's neighbours take `addr` for one of them.
+    fn is_near(&self, addr: Ipv6Addr) -> bool {
+        let ignored = 128_u32.saturating_sub(self.bits.into());
+        let same = (self.addr.to_bits() ^ addr.to_bits()).checked_shr(ignored).unwrap_or_default() == 0;
+        same && self.bits > 0 && self.bits < 128 && self.device != LOOPBACK && !self.addr.is_unicast_link_local()
     }
 }
 
@@ -214,14 +294,59 @@ impl Netlink {
             let mut question = host_route(any);
             question.header.destination_prefix_length = 0;
             question.attributes.clear();
-            self.tell(RouteNetlinkMessage::GetRoute(question), NLM_F_REQUEST | NLM_F_DUMP)?;
-            while self.next_part(&mut marked)? {}
+            self.list(RouteNetlinkMessage::GetRoute(question), |message| {
+                if let RouteNetlinkMessage::NewRoute(route) = message {
+                    marked.extend(ours(&route));
+                }
+            })?;
         }
+        let given = self.addresses()?.into_iter().filter(|given| given.kvlbs);
+        marked.extend(given.map(|given| IpAddr::V6(given.addr)));
         Ok(marked)
     }
 
-    /// Reads one part of a list of routes; false where it was the last one. The kernel makes the next while it gives one.
-    fn next_part(&mut self, marked: &mut Vec<IpAddr>) -> io::Result<bool> {
+    /// The IPv6 addresses of all devices.
+    fn addresses(&mut self) -> io::Result<Vec<Given>> {
+        let mut question = AddressMessage::default();
+        question.header.family = AddressFamily::Inet6;
+        let mut all = Vec::new();
+        self.list(RouteNetlinkMessage::GetAddress(question), |message| {
+            if let RouteNetlinkMessage::NewAddress(address) = message {
+                all.extend(given(&address));
+            }
+        })?;
+        Ok(all)
+    }
+
+    /// Gives an address to a device, or takes it away: of one host, without asking whether others have it, and never one
+    /// that packets are sent from unasked (its time to be preferred is over).
+    fn change_address(&mut self, addr: Ipv6Addr, device: u32, give: bool) -> io::Result<()> {
+        let mut address = AddressMessage::default();
+        (address.header.family, address.header.prefix_len, address.header.index) = (AddressFamily::Inet6, 128, device);
+        let mut times = CacheInfo::default();
+        (times.ifa_preferred, times.ifa_valid) = (0, u32::MAX);
+        address.attributes = vec![
+            AddressAttribute::Address(addr.into()),
+            AddressAttribute::Flags(AddressFlags::Nodad | AddressFlags::Noprefixroute),
+            AddressAttribute::CacheInfo(times),
+            AddressAttribute::Protocol(AddressProtocol::Other(u8::from(PROTOCOL))),
+        ];
+        if give {
+            let flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
+            return self.ask(RouteNetlinkMessage::NewAddress(address), flags).map(drop);
+        }
+        self.ask(RouteNetlinkMessage::DelAddress(address), NLM_F_REQUEST | NLM_F_ACK).map(drop)
+    }
+
+    /// Asks for a list, of which each member is told.
+    fn list(&mut self, question: RouteNetlinkMessage, mut each: impl FnMut(RouteNetlinkMessage)) -> io::Result<()> {
+        self.tell(question, NLM_F_REQUEST | NLM_F_DUMP)?;
+        while self.next_part(&mut each)? {}
+        Ok(())
+    }
+
+    /// Reads one part of a list; false where it was the last one. The kernel makes the next while it gives one.
+    fn next_part(&mut self, each: &mut impl FnMut(RouteNetlinkMessage)) -> io::Result<bool> {
         let (bytes, _) = self.socket.recv_from_full()?;
         let mut rest = &bytes[..];
         while !rest.is_empty() {
@@ -229,7 +354,7 @@ impl Netlink {
             match message.payload {
                 NetlinkPayload::Done(_) => return Ok(false),
                 NetlinkPayload::Error(error) if error.code.is_some() => return Err(error.to_io()),
-                NetlinkPayload::InnerMessage(RouteNetlinkMessage::NewRoute(route)) => marked.extend(ours(&route)),
+                NetlinkPayload::InnerMessage(member) => each(member),
                 _ => {}
             }
             let length = usize::try_from(message.header.length).unwrap_or(rest.len()).next_multiple_of(4);
@@ -288,6 +413,24 @@ fn ours(route: &RouteMessage) -> Option<IpAddr> {
         RouteAttribute::Destination(RouteAddress::Inet6(v6)) => Some(IpAddr::V6(*v6)),
         _ => None,
     })
+}
+
+/// An address of a device, from a list of them.
+fn given(address: &AddressMessage) -> Option<Given> {
+    let mut given = Given {
+        addr: Ipv6Addr::UNSPECIFIED,
+        bits: address.header.prefix_len,
+        device: address.header.index,
+        kvlbs: false,
+    };
+    for attribute in &address.attributes {
+        match attribute {
+            AddressAttribute::Address(IpAddr::V6(v6)) => given.addr = *v6,
+            AddressAttribute::Protocol(protocol) => given.kvlbs = u8::from(*protocol) == u8::from(PROTOCOL),
+            _ => {}
+        }
+    }
+    (!given.addr.is_unspecified()).then_some(given)
 }
 
 /// `local ADDR dev lo proto K table local scope host`.

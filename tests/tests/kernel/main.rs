@@ -59,6 +59,86 @@ fn a_client_elsewhere_reaches_a_listener_on_loopback_that_sees_the_vip_as_its_ow
     });
 }
 
+/// The VIP of IPv6 that lies within a device's network.
+const NEAR: &str = "fd98::1";
+
+/// What a device has of it.
+fn near_address() -> String {
+    lab::sh("ip -6 addr show dev lan to fd98::1/128")
+}
+
+#[test]
+fn a_neighbour_reaches_an_ipv6_vip_whose_device_has_it_as_long_as_kvlb_does() {
+    let Some(lab) = Lab::new() else { return };
+    let client = lab.neighbour("10.77.0.1/24", "10.77.0.2/24");
+    lab.sh("ip addr add fd98::ff/64 dev lan nodad");
+    client.run(|| lab::sh("ip addr add fd98::2/64 dev wan nodad"));
+    lab.run(move |lab| {
+        let before = (lab::local_table(), lab::sh("ip -6 addr"));
+        let listener = listen("[::ffff:127.0.0.1]:0");
+        let serve = |kernel: &mut Kernel| {
+            kernel.set_listeners(&[listener.as_fd()]).unwrap();
+            kernel.sync(&[vip(NEAR, 80, &[]), vip("fd99::1", 80, &[])]).unwrap();
+        };
+        let reached = || {
+            let stream = client.run(|| TcpStream::connect_timeout(&at(NEAR, 80), Duration::from_secs(5)).unwrap());
+            let (accepted, peer) = accept(&listener);
+            assert_eq!(
+                (accepted.local_addr().unwrap(), peer.ip()),
+                (at(NEAR, 80), "fd98::2".parse::<IpAddr>().unwrap())
+            );
+            drop(stream);
+        };
+        let mut kernel = lab.load();
+        serve(&mut kernel);
+        reached();
+        // Nothing is sent from it unasked, and the other one, which is of no device's network, is on none.
+        assert!(near_address().contains("deprecated") && !lab::sh("ip -6 addr").contains("fd99"), "{}", near_address());
+        kernel.sync(&[]).unwrap();
+        assert_eq!((lab::local_table(), lab::sh("ip -6 addr")), before);
+        serve(&mut kernel);
+        kernel.shutdown().unwrap();
+        assert_eq!((lab::local_table(), lab::sh("ip -6 addr")), before);
+
+        // After a crash the next one takes it over, with what it is to remove.
+        let crash = || {
+            let mut child = Child::start(Command::new(lab::this_program()), "child_that_is_near", &lab.pins);
+            child.wait_for("near");
+            child.kill();
+            assert!(near_address().contains(NEAR));
+        };
+        crash();
+        let mut kernel = lab.load();
+        serve(&mut kernel);
+        reached();
+        kernel.shutdown().unwrap();
+        assert_eq!((lab::local_table(), lab::sh("ip -6 addr")), before);
+        crash();
+        assert_eq!(kvlb::kernel::clear(&lab.pins, false).unwrap().routes, [NEAR.parse::<IpAddr>().unwrap()]);
+        assert_eq!((lab::local_table(), lab::sh("ip -6 addr")), before);
+
+        // Who has it already keeps it.
+        lab::sh("ip addr add fd98::1/128 dev lan nodad");
+        let mut kernel = lab.load();
+        serve(&mut kernel);
+        reached();
+        kernel.shutdown().unwrap();
+        assert!(near_address().contains(NEAR) && !near_address().contains("deprecated"));
+    });
+}
+
+/// As a child process of other tests: has a VIP of the device's network, and waits to be killed.
+#[test]
+fn child_that_is_near() {
+    let Some(pin_dir) = lab::pin_dir_from_parent() else { return };
+    let mut kernel = Kernel::load(&Config { pin_dir, ..Config::default() }).unwrap();
+    kernel.sync(&[vip(NEAR, 80, &[])]).unwrap();
+    lab::tell("near");
+    loop {
+        thread::park();
+    }
+}
+
 #[test]
 fn port_0_takes_the_ports_that_have_no_vip_of_their_own() {
     let Some(lab) = Lab::new() else { return };

@@ -1,8 +1,7 @@
 //! How long a thread that has nothing to do waits for more than one event.
 //!
 //! With hundreds of streams whose events come one by one, most of a proxy's work is falling asleep and waking up. A wait for
-//! several events at once spares it (`IORING_ENTER` with a minimal time, from Linux 6.12), and delays them. So there is
-//! only one where it gathers several events, and never by more than a small part of the time that one connection lets pass
+//! several events at once spares it, and delays them. So there is only one where it gathers several events, and never by more than a small part of the time that one connection lets pass
 //! between two of its events: a client that asks again as soon as it has its answer is not slowed down.
 
 use std::time::{Duration, Instant};
@@ -24,13 +23,12 @@ const ENOUGH: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Length {
     pub(super) events: usize,
-    pub(super) micros: u32,
+    pub(super) time: Duration,
 }
 
 /// The events of a thread.
 #[derive(Debug)]
 pub(super) struct Batch {
-    possible: bool,
     since: Instant,
     window: u32,
     events: usize,
@@ -39,9 +37,8 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// `possible`: whether the kernel has such waits.
-    pub(super) fn new(possible: bool, now: Instant) -> Self {
-        Self { possible, since: now, window: 1, events: 0, sources: 0, length: None }
+    pub(super) fn new(now: Instant) -> Self {
+        Self { since: now, window: 1, events: 0, sources: 0, length: None }
     }
 
     /// The number of the window under way.
@@ -56,9 +53,6 @@ impl Batch {
 
     /// So many events came, of them some from connections that had none in this window before.
     pub(super) fn heard(&mut self, events: usize, sources: usize) {
-        if !self.possible {
-            return;
-        }
         self.events += events;
         self.sources += sources;
         self.close(clock::now());
@@ -85,8 +79,7 @@ fn judge(lasted: Duration, events: usize, sources: usize) -> Option<Length> {
     let between = lasted.mul_f64((sources / events).min(1.0));
     let wait = (between / PART).min(LONGEST);
     let gathered = events * wait.as_secs_f64() / lasted.as_secs_f64();
-    let micros = u32::try_from(wait.as_micros()).ok().filter(|micros| *micros > 0)?;
-    (gathered >= WORTH).then_some(Length { events: ENOUGH, micros })
+    (gathered >= WORTH).then_some(Length { events: ENOUGH, time: wait })
 }
 
 #[cfg(test)]
@@ -98,7 +91,7 @@ mod tests {
     #[test]
     fn many_streams_are_gathered_and_few_are_not() {
         // 500 streams of 50 events a second, each heard and sent: 50 events of 25,000 a second in each millisecond.
-        assert_eq!(judge(TEN, 500, 500), Some(Length { events: ENOUGH, micros: 200 }));
+        assert_eq!(judge(TEN, 500, 500), Some(Length { events: ENOUGH, time: LONGEST }));
         assert_eq!(judge(TEN, 20, 20), None, "a wait would gather none");
         assert_eq!(judge(TEN, 0, 0), None);
     }
@@ -108,16 +101,16 @@ mod tests {
         assert_eq!(judge(TEN, 450, 2), None, "one client");
         assert_eq!(judge(TEN, 1200, 32), None, "sixteen");
         // 1000 clients at 40,000 events a second have 25 ms between two of theirs, of which the window sees its own length.
-        assert_eq!(judge(TEN, 400, 400), Some(Length { events: ENOUGH, micros: 200 }));
+        assert_eq!(judge(TEN, 400, 400), Some(Length { events: ENOUGH, time: LONGEST }));
         // Eighty that are answered every two milliseconds: 125 us, within which 5 events come.
         let some = judge(TEN, 400, 80).unwrap();
-        assert!(some.micros <= 125 && some.micros >= 120, "{some:?}");
+        assert!(some.time <= Duration::from_micros(125) && some.time >= Duration::from_micros(120), "{some:?}");
     }
 
     #[test]
     fn the_wait_follows_the_traffic() {
         let start = clock::now();
-        let mut batch = Batch::new(true, start);
+        let mut batch = Batch::new(start);
         (batch.events, batch.sources) = (2000, 2000);
         batch.close(start + TEN / 2);
         assert_eq!((batch.length(), batch.window()), (None, 1), "too early to tell");
@@ -126,15 +119,6 @@ mod tests {
         assert_eq!(batch.window(), 2);
         batch.heard(1, 1);
         batch.close(start + TEN * 3);
-        assert_eq!(batch.length(), None);
-    }
-
-    #[test]
-    fn a_kernel_without_such_waits_gets_none() {
-        let start = clock::now();
-        let mut batch = Batch::new(false, start);
-        batch.heard(100_000, 100_000);
-        batch.close(start + TEN);
         assert_eq!(batch.length(), None);
     }
 }

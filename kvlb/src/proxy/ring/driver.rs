@@ -212,7 +212,7 @@ impl Driver {
     /// A ring for the calling thread, which `bell` wakes.
     pub(super) fn new(bell: &Arc<Bell>) -> io::Result<Rc<Self>> {
         let (ring, may_wait_first) = build()?;
-        let batch = Batch::new(ring.params().is_feature_min_timeout(), clock::now());
+        let batch = Batch::new(clock::now());
         let driver = Rc::new(Self {
             ring: RefCell::new(ring),
             may_wait_first,
@@ -280,13 +280,14 @@ impl Driver {
                 return Ok(());
             }
         }
-        if self.bell.lie_down() {
-            let rested = self.rest(batch, until);
-            self.bell.get_up();
-            rested?;
-        } else {
-            self.flush()?;
+        if let Some(Length { events, time }) = batch {
+            let gathered = clock::now() + time;
+            self.rest(events, Some(until.map_or(gathered, |until| until.min(gathered))))?;
+            if self.hear() > 0 || self.bell.is_rung() || until.is_some_and(|until| until <= gathered) {
+                return Ok(());
+            }
         }
+        self.rest(1, until)?;
         self.hear();
         Ok(())
     }
@@ -298,15 +299,20 @@ impl Driver {
         !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
     }
 
-    fn rest(&self, batch: Option<Length>, until: Option<Instant>) -> io::Result<()> {
+    /// Waits for so many events until then, unless another thread has rung.
+    ///
+    /// For several there is a minimal time in the kernel, too (from Linux 6.12), which does not do: what has ended when such a wait
+    /// begins does not count, and would wait for the next that ends behind it.
+    fn rest(&self, events: usize, until: Option<Instant>) -> io::Result<()> {
+        if !self.bell.lie_down() {
+            return self.flush();
+        }
         let time = until.map(|until| types::Timespec::from(until.saturating_duration_since(clock::now())));
         let args = types::SubmitArgs::new();
         let args = time.as_ref().map_or(args, |time| args.timespec(time));
-        let ring = self.ring.borrow();
-        passable(match batch {
-            Some(batch) => ring.submitter().submit_with_args(batch.events, &args.min_wait_usec(batch.micros)),
-            None => ring.submitter().submit_with_args(1, &args),
-        })
+        let rested = passable(self.ring.borrow().submitter().submit_with_args(events, &args));
+        self.bell.get_up();
+        rested
     }
 
     /// Hands out what has ended, and says how much it was.
@@ -377,7 +383,7 @@ impl Driver {
             self.call_off(key);
         }
         while !self.slots.borrow().is_empty() && clock::now() < until {
-            let waited = self.flush().and_then(|()| self.rest(None, Some(clock::now() + LAST_WORDS / 20)));
+            let waited = self.flush().and_then(|()| self.rest(1, Some(clock::now() + LAST_WORDS / 20)));
             if let Err(error) = waited {
                 tracing::warn!(%error, "a data thread's ring ends early");
                 break;

@@ -374,7 +374,7 @@ impl Errand {
         self.settle();
         self.earlier.clear();
         self.gate = None;
-        self.stay = self.state.admission.stay(&self.service).filter(|_| self.counts);
+        self.stay = if self.counts { self.state.admission.stay(&self.service) } else { None };
         let key = self.service.endpoints.get(position).map(|endpoint| endpoint.spec.key.clone());
         self.count_leg("prefill", "done");
         let rule = self.service.rule().id.0.to_string();

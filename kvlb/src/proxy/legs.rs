@@ -103,8 +103,8 @@ impl<B: Backend, P: Backplane> Walk<'_, '_, B, P> {
                     self.release(&legs).await;
                     return Err(instead(end, fresh));
                 }
-                Ok(Walked::Answer(held)) if held.answer.head.is_busy() => {
-                    // Nobody has begun to decode, and the client gets this answer.
+                Ok(Walked::Answer(held)) if held.answer.head.is_busy() && self.check_lease().is_ok() => {
+                    // Nobody has begun to decode, the client gets this answer, and the blocks are still there.
                     self.release(&legs).await;
                     return Ok(Walked::Answer(held));
                 }

@@ -223,7 +223,7 @@ impl<'a, 's, B: Backend, P: Backplane> Walk<'a, 's, B, P> {
     }
 
     /// A decode leg is not sent when the blocks that it is to fetch may be gone.
-    fn check_lease(&self) -> Result<(), End> {
+    pub(super) fn check_lease(&self) -> Result<(), End> {
         match self.part {
             Part::Decode(Decoding { lease, .. }) if clock::now() > lease => Err(Stop::TimedOut(Limit::Handoff).into()),
             _ => Ok(()),
